@@ -1,0 +1,35 @@
+# `make train` and `make test` set up .venv when it is missing; `make .venv` only installs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RECIPE ?= stdlib_gpt
+# One thread per process: ranks of one machine would otherwise fight for its cores.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: train test test-full lint clean
+
+# The stamp lies inside the environment, so that removing .venv is enough to begin anew.
+$(VENV): $(VENV)/.installed ;
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+train: $(VENV)/.installed
+	$(BIN)/lightning-3d train recipe=$(RECIPE) $(ARGS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -q -m "not distributed and not slow"
+	$(BIN)/python -m pytest -q -m "distributed and not slow"
+
+test-full: lint
+	$(BIN)/python -m pytest -q
+
+clean:
+	rm -rf dist build .mypy_cache .pytest_cache .ruff_cache

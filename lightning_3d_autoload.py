@@ -1,0 +1,109 @@
+"""Makes ``Trainer(strategy="3d")`` work without an import of lightning_3d.
+
+torch calls `install` at the end of its own import (entry point group ``torch.backends``). So this file stands outside
+the package, needs the standard library only, costs microseconds and never raises: it must not get in the way of a
+program that imports torch and has no use for us. When ``lightning.pytorch.strategies`` is imported later, the names are
+put into its registry, each with a factory that imports lightning_3d only when the name is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+# The names, each with what Lightning's registry says of it.
+STRATEGIES = {
+    "3d": "ZeRO-3 over all processes; sizes of all axes with lightning_3d.ThreeDStrategy",
+    "tp": "tensor parallelism over all processes",
+    "pp": "pipeline parallelism over all processes",
+    "zero1": "data parallelism, optimizer states sharded",
+    "zero2": "data parallelism, optimizer states and gradients sharded",
+    "zero3": "data parallelism, optimizer states, gradients and parameters sharded",
+}
+
+
+def install() -> None:
+    """Register our names with Lightning's registry: now where it is imported already, else at its import."""
+    # A broken hook must not break `import torch`; the name is then unknown, which Lightning says.
+    with contextlib.suppress(Exception):
+        if not any(isinstance(finder, _RegistryFinder) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _RegistryFinder())
+        for name in _REGISTRARS:
+            module = sys.modules.get(name)
+            # A module that is still being imported has no registry yet; the hook may have come too late for it.
+            if module is not None and hasattr(module, "StrategyRegistry"):
+                _register(module)
+
+
+def _register(module: ModuleType) -> None:
+    registry: Any = module.StrategyRegistry
+    build_factory = _REGISTRARS[module.__name__]
+    for name, description in STRATEGIES.items():
+        if name not in registry:
+            registry.register(name, build_factory(name), description=description)
+
+
+def _lazy_factory(name: str) -> Callable[..., Any]:
+    def build_strategy(**settings: Any) -> Any:
+        from lightning_3d.strategies.presets import PRESETS
+
+        return PRESETS[name](**settings)
+
+    build_strategy.__name__ = build_strategy.__qualname__ = f"build_{name}"
+    return build_strategy
+
+
+def _refusing_factory(name: str) -> Callable[..., Any]:
+    def refuse(**settings: Any) -> Any:
+        from lightning_3d.errors import ConfigError
+
+        raise ConfigError(
+            f"strategy={name!r} belongs to the package `lightning`, but this Trainer is of `pytorch_lightning`, whose "
+            f"classes are not the same. Write `import lightning as L` and L.Trainer(strategy={name!r}), and let your "
+            f"modules, data modules and callbacks come from `lightning` too."
+        )
+
+    return refuse
+
+
+_REGISTRARS: dict[str, Callable[[str], Callable[..., Any]]] = {
+    "lightning.pytorch.strategies": _lazy_factory,
+    "pytorch_lightning.strategies": _refusing_factory,
+}
+
+
+class _RegistryFinder(MetaPathFinder):
+    """Finds nothing itself: it has the module found as ever, and runs `_register` after it is executed."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _REGISTRARS:
+            return None
+        others = (finder for finder in sys.meta_path if not isinstance(finder, _RegistryFinder))
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _RegisteringLoader(spec.loader)
+        return spec
+
+
+class _RegisteringLoader(Loader):
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # From here on the module is as if it had been loaded without us: reloading and inspection see its own loader.
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        with contextlib.suppress(Exception):
+            _register(module)
