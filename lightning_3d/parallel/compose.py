@@ -1,0 +1,76 @@
+"""The architecture on one page: a module becomes one rank's share of a job."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_3d.errors import ModelError
+from lightning_3d.layout import Layout
+from lightning_3d.parallel.init import Recording, check_initialized, materialize_, meta_tensors
+from lightning_3d.parallel.mesh import data_parallel_group
+from lightning_3d.parallel.replicate import ReplicatedModule
+from lightning_3d.parallel.share import Share
+from lightning_3d.parallel.zero import ShardedModule
+
+
+def compose(
+    module: nn.Module, *, layout: Layout, mesh: DeviceMesh, device: torch.device, recording: Recording
+) -> Share:
+    """Give this rank its share of `module`, which is changed in place; collective.
+
+    Args:
+        module: whole; on the meta device where it was built under `recording`, else with values (rank 0's count).
+        layout: resolved, that of `mesh`.
+
+    Raises:
+        ModelError: parameters on the meta device that have no initial value, or modules that differ between ranks.
+    """
+    _check_equal(module)
+    sources = meta_tensors(module)
+    check_initialized(sources, recording)
+    if layout.world_size > 1:
+        _broadcast_values_(module, device=device)
+
+    share = apply_data_parallel(module, layout=layout, mesh=mesh)
+
+    materialize_(module, root=share.root, sources=sources, recording=recording, device=device)
+    return share
+
+
+def apply_data_parallel(module: nn.Module, *, layout: Layout, mesh: DeviceMesh) -> Share:
+    """Replicate or shard a module as the layout's ZeRO stage says."""
+    if layout.data == 1:
+        return Share(module)
+    if layout.data_parallel_shards == 1:
+        return ReplicatedModule(module, group=data_parallel_group(mesh))
+    axes = mesh["dp_shard"] if layout.replicas == 1 else mesh["dp_replicate", "dp_shard"]
+    return ShardedModule(module, stage=layout.zero_stage, mesh=axes)
+
+
+def _check_equal(module: nn.Module) -> None:
+    """Ranks that run different code or configurations would otherwise wait for each other for ever."""
+    lines = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in module.state_dict(keep_vars=True).items()]
+    mine = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    digests: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, mine)
+    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if different:
+        raise ModelError(
+            f"the model on rank {', '.join(map(str, different))} differs from rank 0's in names, shapes or dtypes. "
+            "Build the same model on all ranks: same code, same configuration, nothing that depends on the rank."
+        )
+
+
+@torch.no_grad()
+def _broadcast_values_(module: nn.Module, *, device: torch.device) -> None:
+    """Rank 0's values on every rank, one tensor at a time."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if not tensor.is_meta:
+            value = tensor.detach().to(device)
+            dist.broadcast(value, src=0)
+            tensor.copy_(value)

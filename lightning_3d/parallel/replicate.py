@@ -1,0 +1,141 @@
+"""ZeRO stage 0: every rank holds the whole model, gradients are averaged while the backward still runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+
+from lightning_3d.errors import ModelError
+from lightning_3d.parallel.share import Share
+
+# A bucket is large enough to use a link well and small enough to be sent while the backward goes on (DDP's default).
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass
+class _Bucket:
+    """Parameters whose gradients travel together."""
+
+    parameters: list[nn.Parameter]
+    waiting: set[int] = field(default_factory=set)
+    flat: torch.Tensor | None = None
+    work: dist.Work | None = None
+
+
+class ReplicatedModule(Share):
+    """Averages the gradients of `module` over `group`, bucket by bucket, as the backward produces them.
+
+    Each bucket carries one number per parameter that tells how many ranks had a gradient: a parameter that no rank
+    used keeps `grad` None (an optimizer then leaves it alone, as in one process), one that some ranks used is averaged
+    with zeros for the others. Averaging an averaged gradient changes nothing, so several backwards may precede a step.
+
+    Args:
+        module: whole on every rank, with equal weights.
+        group: the data-parallel ranks.
+    """
+
+    def __init__(self, module: nn.Module, *, group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES) -> None:
+        super().__init__(module)
+        self._group = group
+        self._bucket_bytes = bucket_bytes
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[int, _Bucket] = {}
+        self._hooks: list[Any] = []
+        self._next = 0
+        self._reducing = False
+        self._enabled = True
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._follow_frozen()
+        return function(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._enabled = False
+        try:
+            yield
+        finally:
+            self._enabled = True
+
+    def _follow_frozen(self) -> None:
+        """Parameters may have been frozen or unfrozen since the last run."""
+        trainable = [p for p in self.module.parameters() if p.requires_grad]
+        if {id(p) for p in trainable} == set(self._bucket_of):
+            return
+        for hook in self._hooks:
+            hook.remove()
+        # Gradients come in the reverse of the forward's order, which is about the order of registration.
+        self._buckets = list(_pack(trainable[::-1], self._bucket_bytes))
+        self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
+        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in trainable]
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if not self._enabled:
+            return
+        if not self._reducing:
+            self._begin()
+        bucket = self._bucket_of[id(parameter)]
+        if bucket.work is not None:
+            raise ModelError(
+                "a parameter received a gradient twice in one backward, after the first was already sent. "
+                "Reentrant checkpointing does that: use torch.utils.checkpoint(..., use_reentrant=False)."
+            )
+        bucket.waiting.discard(id(parameter))
+        # All ranks must send in the same order, so a full bucket waits for those before it.
+        while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
+            self._send(self._buckets[self._next])
+            self._next += 1
+
+    def _begin(self) -> None:
+        self._reducing, self._next = True, 0
+        for bucket in self._buckets:
+            bucket.waiting = {id(p) for p in bucket.parameters}
+        Variable._execution_engine.queue_callback(self._finish)
+
+    def _send(self, bucket: _Bucket) -> None:
+        first = bucket.parameters[0]
+        used = torch.tensor([float(p.grad is not None) for p in bucket.parameters])
+        parts = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in bucket.parameters]
+        flat = torch.cat([*parts, used.to(first)])
+        flat[: -len(used)].div_(self._group.size())
+        bucket.flat = flat
+        bucket.work = dist.all_reduce(flat, group=self._group, async_op=True)
+
+    def _finish(self) -> None:
+        """What the backward left: buckets with unused parameters, then all results back into `grad`."""
+        self._reducing = False
+        for bucket in self._buckets[self._next :]:
+            self._send(bucket)
+        for bucket in self._buckets:
+            assert bucket.work is not None and bucket.flat is not None
+            bucket.work.wait()
+            sizes = [p.numel() for p in bucket.parameters]
+            *averages, used = bucket.flat.split([*sizes, len(sizes)])
+            for parameter, average, count in zip(bucket.parameters, averages, used.tolist(), strict=True):
+                if count == 0:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(average.view_as(parameter))
+            bucket.work = bucket.flat = None
+
+
+def _pack(parameters: list[nn.Parameter], bucket_bytes: int) -> Iterator[_Bucket]:
+    pending: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    size: dict[tuple[torch.dtype, torch.device], int] = {}
+    for parameter in parameters:
+        key = (parameter.dtype, parameter.device)
+        pending.setdefault(key, []).append(parameter)
+        size[key] = size.get(key, 0) + parameter.numel() * parameter.element_size()
+        if size[key] >= bucket_bytes:
+            yield _Bucket(pending.pop(key))
+            size[key] = 0
+    for rest in pending.values():
+        yield _Bucket(rest)

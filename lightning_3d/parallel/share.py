@@ -1,0 +1,45 @@
+"""What a strategy needs of a module that data parallelism has prepared; this base is the whole module of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+
+class Share:
+    """One rank's share of a module: how its code runs and when its gradients are combined.
+
+    Args:
+        module: the user's module; keeps its class, its parameters' names and its place in the user's code.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    @property
+    def root(self) -> nn.Module:
+        """The module that moves and converts everything below it."""
+        return self.module
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`function(*args, **kwargs)`, where it may use all parameters as ordinary whole tensors."""
+        return function(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A backward inside does not end an accumulation window: its gradients may stay local."""
+        yield
+
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        """Around a backward that is called inside `run` (manual optimization)."""
+        yield
+
+    def reshard(self) -> None:
+        """Forget gathered parameters: what the shards hold has changed, or is about to."""
+
+    def refresh(self) -> None:
+        """Gather anew what a running function may use."""

@@ -1,0 +1,149 @@
+"""ZeRO stages 1 to 3 on FSDP2: one path, three settings (what each holds is measured in `held.py`).
+
+| stage | after the forward | gradients of a micro-batch that does not end a window |
+|---|---|---|
+| 1 | parameters stay whole | accumulate whole, on each rank |
+| 2 | parameters stay whole | reduced and sharded at once |
+| 3 | parameters are sharded again | reduced and sharded at once |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from lightning_3d.parallel.blocks import repeated_blocks
+from lightning_3d.parallel.share import Share
+
+
+class ShardedModule(Share):
+    """A module whose states are sharded over the data-parallel ranks.
+
+    Parameters outside the repeated blocks are gathered for the whole of a run, so that a step may use them in any way;
+    those of a block while the block computes.
+
+    Args:
+        module: with equal weights on all ranks, or on the meta device.
+        stage: 1, 2 or 3.
+        mesh: the axis `dp_shard`, or `dp_replicate` and `dp_shard` (HSDP).
+    """
+
+    def __init__(self, module: nn.Module, *, stage: int, mesh: DeviceMesh) -> None:
+        super().__init__(module)
+        self.stage = stage
+        self._hooked: set[int] = set()
+        self._running = False
+        for block in repeated_blocks(module):
+            fully_shard(block, mesh=mesh, reshard_after_forward=stage == 3)
+        # The root's own parameters are needed again by the backward at once.
+        self._root: Any = fully_shard(_Root(module), mesh=mesh, reshard_after_forward=False)
+
+    @property
+    def root(self) -> nn.Module:
+        return self._root
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Parameters may have been frozen or unfrozen since the last run.
+        for parameter in fsdp_parameters(self._root):
+            _require_grad(parameter, parameter.sharded_param.requires_grad)
+        self._running = True
+        try:
+            return self._root(self._hook_and_call, function, *args, **kwargs)
+        finally:
+            self._running = False
+
+    def _hook_and_call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._hook_gradients()
+        return function(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        reduce_each = self.stage > 1
+        self._root.set_requires_gradient_sync(reduce_each)
+        self._root.set_reshard_after_backward(self.stage == 3)
+        self._root.set_is_last_backward(reduce_each)
+        try:
+            yield
+        finally:
+            self._root.set_requires_gradient_sync(True)
+            self._root.set_reshard_after_backward(True)
+            self._root.set_is_last_backward(True)
+
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        trained = [p for p in fsdp_parameters(self._root) if _is_trained(p)]
+        # What the user toggled off since the run began must get no gradient.
+        for parameter in trained:
+            _require_grad(parameter, parameter.sharded_param.requires_grad)
+        try:
+            yield
+        finally:
+            # FSDP2 keeps its whole parameters: the next forward must record all that was not frozen from the start.
+            for parameter in trained:
+                _require_grad(parameter, True)
+            self.refresh()
+
+    def reshard(self) -> None:
+        for module in self._root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def refresh(self) -> None:
+        if self._running:
+            self._root.unshard()
+
+    def _hook_gradients(self) -> None:
+        """A backward that reaches only the root's own parameters must reduce them too.
+
+        FSDP2 starts from the root's outputs; a backward inside the run has not seen them yet.
+        """
+        state = self._root._get_fsdp_state()
+        for group in _groups(state):
+            for parameter in group.fsdp_params:
+                whole = parameter._unsharded_param
+                if id(whole) not in self._hooked and whole.requires_grad:
+                    whole.register_post_accumulate_grad_hook(
+                        lambda _: state._register_root_post_backward_final_callback()
+                    )
+                    self._hooked.add(id(whole))
+
+
+class _Root(nn.Module):
+    """Stands above the user's module, whose class FSDP2 would otherwise change."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+
+def fsdp_parameters(root: nn.Module) -> Iterator[Any]:
+    """FSDP2's own records of the parameters below `root`, each with `sharded_param` and, once used, a whole one."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            for group in _groups(module._get_fsdp_state()):
+                yield from group.fsdp_params
+
+
+def _groups(state: Any) -> list[Any]:
+    # torch 2.11 and older: one group a module.
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def _is_trained(parameter: Any) -> bool:
+    return hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.requires_grad
+
+
+def _require_grad(parameter: Any, requires_grad: bool) -> None:
+    if hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.requires_grad != requires_grad:
+        parameter._unsharded_param.requires_grad_(requires_grad)
+
