@@ -1,0 +1,1 @@
+"""Data that needs no download: text files packed into token rows, and scikit-learn's digits."""

@@ -1,0 +1,165 @@
+"""Text files as rows of tokens: a tokenizer trained on them, packed rows, whole files held out for validation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_3d.data.batch import check_count, check_fraction, data_parallel_size, per_rank_batch_size
+from lightning_3d.data.packing import PackedRows, unigram_loss
+from lightning_3d.data.text_cache import TokenCache, default_cache_folder, ensure_entry, entry_folder, open_entry
+from lightning_3d.data.text_files import TextFile, choose_up_to, find_text_files, split_held_out
+from lightning_3d.data.tokenizer import SMALLEST_VOCABULARY, load_tokenizer
+from lightning_3d.errors import DataError
+
+
+class TextDataModule(L.LightningDataModule):
+    """Packed rows {"tokens": (sequence_length + 1,) int64} of text files; test and predict read the held-out rows too.
+
+    `prepare_data` trains the tokenizer and encodes the files, once for all ranks and runs; `setup` maps the tokens.
+
+    Args:
+        files: paths and globs; None means the Python standard library's own sources.
+        max_bytes: take a sample of whole files up to this size; None means all.
+        vocab_size: the most tokens that the tokenizer may have; the property `vocab_size` tells how many it has.
+        global_batch_size: rows of one batch over all data-parallel ranks.
+        validation_fraction: the share of files held out, at least one.
+        seed: of the choice of files and, where the strategy does not shuffle itself, of the order of rows.
+        cache_dir: where the tokens are kept; None means the user's cache folder.
+
+    Raises:
+        DataError: a value that cannot work, files that are missing, empty or too short (see `text_files`, `packing`),
+            or a global batch that does not divide by the data-parallel size.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str | Path] | None = None,
+        max_bytes: int | None = 4_000_000,
+        vocab_size: int = 2048,
+        sequence_length: int = 256,
+        global_batch_size: int = 32,
+        validation_fraction: float = 0.05,
+        num_workers: int = 0,
+        shuffle: bool = True,
+        seed: int = 0,
+        cache_dir: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        if max_bytes is not None:
+            check_count("max_bytes", max_bytes)
+        check_count("vocab_size", vocab_size, least=SMALLEST_VOCABULARY)
+        check_count("sequence_length", sequence_length)
+        check_count("global_batch_size", global_batch_size)
+        check_fraction("validation_fraction", validation_fraction)
+        check_count("num_workers", num_workers, least=0)
+        check_count("seed", seed, least=0)
+        self.files = files
+        self.max_bytes = max_bytes
+        self.requested_vocab_size = vocab_size
+        self.sequence_length = sequence_length
+        self.global_batch_size = global_batch_size
+        self.validation_fraction = validation_fraction
+        self.num_workers = num_workers
+        self.shuffle = shuffle
+        self.seed = seed
+        self.cache_folder = default_cache_folder() if cache_dir is None else Path(cache_dir).expanduser()
+        self._split: tuple[list[TextFile], list[TextFile]] | None = None
+        self._cache: TokenCache | None = None
+
+    def prepare_data(self) -> None:
+        train, validation = self.split_files()
+        ensure_entry(self._entry_folder(), train=train, validation=validation, vocab_size=self.requested_vocab_size)
+
+    def setup(self, stage: str | None = None) -> None:
+        self._rows("train")
+        self._rows("validation")
+
+    def split_files(self) -> tuple[list[TextFile], list[TextFile]]:
+        """Training files and held-out files, by name."""
+        if self._split is None:
+            files = find_text_files(self.files)
+            chosen = files if self.max_bytes is None else choose_up_to(files, max_bytes=self.max_bytes, seed=self.seed)
+            if len(chosen) < len(files) and self.files is not None:
+                rank_zero_info(
+                    f"max_bytes={self.max_bytes}: {len(chosen)} of {len(files)} files are read. "
+                    "Set max_bytes=null to read all."
+                )
+            self._split = split_held_out(chosen, validation_fraction=self.validation_fraction, seed=self.seed)
+        return self._split
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the tokenizer has, once `prepare_data` has run."""
+        return self._tokens().vocab_size
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The trained tokenizer, once `prepare_data` has run."""
+        return load_tokenizer(self._tokens().folder / "tokenizer.json")
+
+    def unigram_loss(self) -> float:
+        """Nats per held-out target of a model that knows only how often each token occurs in the training text."""
+        train_counts = np.bincount(self._tokens().train, minlength=self.vocab_size)
+        return unigram_loss(train_counts, self._rows("validation").target_counts(self.vocab_size))
+
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        rows = self._rows("train")
+        if len(rows) < self.global_batch_size:
+            raise DataError(
+                f"The training text makes {len(rows)} rows of {self.sequence_length} tokens, fewer than "
+                f"global_batch_size={self.global_batch_size}. Set global_batch_size={len(rows)} or less, a smaller "
+                "sequence_length, or give more text."
+            )
+        # The last rows of an epoch are left out when they do not fill a batch: every step then weighs as much.
+        return self._loader(rows, shuffle=self.shuffle, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        return self._loader(self._rows("validation"))
+
+    def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        return self.val_dataloader()
+
+    def _loader(
+        self, rows: PackedRows, *, shuffle: bool = False, drop_last: bool = False
+    ) -> DataLoader[dict[str, Tensor]]:
+        return DataLoader(
+            rows,
+            batch_size=per_rank_batch_size(
+                global_batch_size=self.global_batch_size, data_parallel_size=data_parallel_size(self.trainer)
+            ),
+            shuffle=shuffle,
+            drop_last=drop_last,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            generator=torch.Generator().manual_seed(self.seed) if shuffle else None,
+        )
+
+    def _rows(self, part: str) -> PackedRows:
+        cache = self._tokens()
+        try:
+            return PackedRows(
+                cache.train if part == "train" else cache.validation, sequence_length=self.sequence_length
+            )
+        except DataError as error:
+            raise DataError(f"{part} files: {error}") from error
+
+    def _tokens(self) -> TokenCache:
+        if self._cache is None:
+            self._cache = open_entry(self._entry_folder())
+        return self._cache
+
+    def _entry_folder(self) -> Path:
+        train, validation = self.split_files()
+        return entry_folder(self.cache_folder, train=train, validation=validation, vocab_size=self.requested_vocab_size)
