@@ -1,0 +1,242 @@
+"""Watches the processes of a job on this machine: the first failure is told once, and nothing is left running."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+# Where a rank writes what it died of, so that the cause is known before its peers' complaints about lost connections.
+REPORT_VARIABLE = "LIGHTNING_3D_REPORT"
+
+POLL_SECONDS = 0.05
+# A peer may notice a failure and end before the rank that failed has written its report.
+SETTLE_SECONDS = 0.5
+# For peers of a failed rank: they hang in a collective, and have nothing left to save.
+FAILURE_GRACE_SECONDS = 3.0
+# For ranks that are asked to stop: they may want to write a checkpoint.
+STOP_GRACE_SECONDS = 30.0
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Process(Protocol):
+    """What `subprocess.Popen` and a forked child have in common."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def send_signal(self, sig: int, /) -> None: ...
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first rank of a job that failed.
+
+    Args:
+        rank: its number, on this machine.
+        exit_code: as a shell tells it: 128 + n for signal n.
+        reason: one line: what it raised, which signal killed it, or its exit code.
+        traceback: of the exception; empty where it left none.
+    """
+
+    rank: int
+    exit_code: int
+    reason: str
+    traceback: str = ""
+
+
+class ForkedProcess:
+    """A child made by `os.fork`, with the face of `subprocess.Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._code = os.waitstatus_to_exitcode(status)
+        return self._code
+
+    def send_signal(self, sig: int, /) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+
+def supervise(
+    processes: Sequence[Process],
+    *,
+    report_paths: Sequence[Path],
+    deadline: float | None = None,
+    stopped_by: Sequence[int] = (),
+) -> Failure | None:
+    """Wait until every process has ended well, or one has failed; then end the others.
+
+    Args:
+        processes: one per rank, in order.
+        report_paths: where each would write its report (see `report_errors`).
+        deadline: on the clock of `time.monotonic`; None waits for ever.
+        stopped_by: grows when `stopping_on_signals` has asked all to stop: then no way of ending is a failure.
+
+    Raises:
+        TimeoutError: the deadline passed; its one argument is the list of ranks that had not ended.
+    """
+    try:
+        while True:
+            codes = [process.poll() for process in processes]
+            if all(code == 0 or (stopped_by and code is not None) for code in codes):
+                return None
+            if stopped_by:
+                time.sleep(POLL_SECONDS)
+                continue
+            if any(codes) or any(path.exists() for path in report_paths):
+                time.sleep(SETTLE_SECONDS)
+                failure = first_failure([process.poll() for process in processes], report_paths=report_paths)
+                if failure is not None and not stopped_by:
+                    return failure
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError([rank for rank, code in enumerate(codes) if code is None])
+            time.sleep(POLL_SECONDS)
+    finally:
+        end(processes, grace_seconds=FAILURE_GRACE_SECONDS)
+
+
+def first_failure(codes: Sequence[int | None], *, report_paths: Sequence[Path]) -> Failure | None:
+    """Which rank failed first, or None while none has; `codes` are exit codes, None for ranks that run.
+
+    A rank that a signal killed is a cause and never an effect (peers only raise); after it counts the earliest report.
+    """
+    for rank, code in enumerate(codes):
+        if code is not None and code < 0:
+            return Failure(rank, 128 - code, f"was killed by {_signal_name(-code)}")
+    reports = [(rank, report) for rank, path in enumerate(report_paths) if (report := _read_report(path))]
+    if reports:
+        rank, report = min(reports, key=lambda pair: pair[1]["time"])
+        return Failure(rank, codes[rank] or 1, f"raised {report['error']}", report["traceback"])
+    for rank, code in enumerate(codes):
+        if code:
+            return Failure(rank, code, f"ended with exit code {code}")
+    return None
+
+
+def end(processes: Sequence[Process], *, grace_seconds: float) -> None:
+    """SIGTERM to every process that still runs, SIGKILL to what is left after the grace; all are reaped."""
+    _signal_all(processes, signal.SIGTERM)
+    wait_all(processes, seconds=grace_seconds)
+    _signal_all(processes, signal.SIGKILL)
+    wait_all(processes, seconds=10.0)
+
+
+def wait_all(processes: Sequence[Process], *, seconds: float) -> bool:
+    """Whether all processes ended within that time."""
+    deadline = time.monotonic() + seconds
+    while any(process.poll() is None for process in processes):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
+
+
+def _signal_all(processes: Sequence[Process], sig: int) -> None:
+    for process in processes:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(sig)
+
+
+@contextlib.contextmanager
+def stopping_on_signals(processes: Sequence[Process]) -> Iterator[list[int]]:
+    """Pass SIGINT, SIGTERM and SIGHUP on, once each; what does not stop in time, or is told twice, is killed.
+
+    Yields:
+        The signals that arrived, in order. Outside the main thread Python allows no handlers, and nothing is passed on.
+    """
+    received: list[int] = []
+
+    def pass_on(sig: int, frame: object) -> None:
+        received.append(sig)
+        _signal_all(processes, sig if len(received) == 1 else signal.SIGKILL)
+        if len(received) == 1:
+            signal.setitimer(signal.ITIMER_REAL, STOP_GRACE_SECONDS)
+
+    def kill_all(sig: int, frame: object) -> None:
+        _signal_all(processes, signal.SIGKILL)
+
+    handlers = {signal.SIGINT: pass_on, signal.SIGTERM: pass_on, signal.SIGHUP: pass_on, signal.SIGALRM: kill_all}
+    previous: dict[int, object] = {}
+    try:
+        for sig, handler in handlers.items():
+            with contextlib.suppress(ValueError):
+                previous[sig] = signal.signal(sig, handler)
+        yield received
+    finally:
+        if previous:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, old in previous.items():
+            signal.signal(number, old)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def report_errors(path: str | os.PathLike[str] | None = None) -> Iterator[None]:
+    """Write an exception that passes through to the report that the supervisor of this rank reads, and let it pass."""
+    target = path or os.environ.get(REPORT_VARIABLE)
+    try:
+        yield
+    except Exception as error:
+        if target:
+            summary = traceback.format_exception_only(error)[-1].strip()
+            report = {"time": time.monotonic(), "error": summary, "traceback": traceback.format_exc()}
+            partial = Path(f"{target}.partial")
+            partial.write_text(json.dumps(report))
+            partial.replace(target)
+        raise
+
+
+def _read_report(path: Path) -> dict | None:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends, however that happens. Linux only; a no-op elsewhere.
+
+    It is to be called in the child, by the thread that the parent made it with.
+    """
+    if sys.platform == "linux":
+        _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+_LIBC: ctypes.CDLL | None = None
+
+
+def _libc() -> ctypes.CDLL:
+    # Loaded by the parent, so that the child between fork and exec takes no lock.
+    global _LIBC
+    if _LIBC is None:
+        _LIBC = ctypes.CDLL(None)
+    return _LIBC
+
+
+if sys.platform == "linux":
+    _libc()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

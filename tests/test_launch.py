@@ -1,0 +1,315 @@
+"""Ranks start, return in order, fail with one cause, and leave nothing running."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_3d.errors import LaunchError
+from lightning_3d.strategies.launch import fork_ranks, start_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "zombie" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def assert_all_end(pids: list[int], *, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [pid for pid in pids if is_running(pid)] == []
+
+
+def note_pid(folder: Path) -> None:
+    (folder / os.environ["RANK"]).write_text(str(os.getpid()))
+
+
+def noted_pids(folder: Path, count: int) -> list[int]:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        pids = [int(text) for path in folder.iterdir() if path.name.isdigit() and (text := path.read_text())]
+        if len(pids) == count:
+            return pids
+        time.sleep(0.05)
+    raise AssertionError(f"{count} ranks did not start")
+
+
+def sum_of_ranks(start: int) -> tuple[int, torch.Tensor]:
+    dist.init_process_group("gloo")
+    total = torch.tensor([start + dist.get_rank()])
+    dist.all_reduce(total)
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    return rank, total
+
+
+def test_forked_ranks_return_in_order_and_can_talk():
+    results = fork_ranks(sum_of_ranks, world_size=3, timeout_seconds=60, args=(10,))
+    assert [rank for rank, _ in results] == [0, 1, 2]
+    assert all(total.item() == 33 for _, total in results)
+
+
+def test_forked_ranks_see_the_given_environment_and_do_not_change_ours():
+    before = dict(os.environ)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "COLOUR")
+    results = fork_ranks(
+        lambda: [os.environ[name] for name in names], world_size=2, timeout_seconds=30, env={"COLOUR": "red"}
+    )
+    assert results == [["0", "0", "2", "2", "0", "red"], ["1", "1", "2", "2", "0", "red"]]
+    assert dict(os.environ) == before
+
+
+def test_large_results_come_back_whole():
+    results = fork_ranks(lambda: torch.full((1_000_000,), float(os.environ["RANK"])), world_size=2, timeout_seconds=60)
+    assert [result.mean().item() for result in results] == [0.0, 1.0]
+
+
+def test_first_raising_rank_is_the_one_told_and_the_rest_are_ended(tmp_path):
+    def body():
+        note_pid(tmp_path)
+        if os.environ["RANK"] == "1":
+            raise ValueError("the cause")
+        try:
+            time.sleep(60)
+        except BaseException:
+            raise RuntimeError("an effect") from None
+
+    start = time.monotonic()
+    with pytest.raises(LaunchError, match=r"rank 1 of 3 raised ValueError: the cause") as caught:
+        fork_ranks(body, world_size=3, timeout_seconds=60)
+    assert "in body" in str(caught.value) and "an effect" not in str(caught.value)
+    assert time.monotonic() - start < 10
+    assert_all_end(noted_pids(tmp_path, 3))
+
+
+def test_earlier_of_two_errors_is_the_cause():
+    def body():
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 1:
+            raise ValueError("the cause")
+        dist.barrier()
+
+    with pytest.raises(LaunchError, match="rank 1 of 2 raised ValueError: the cause"):
+        fork_ranks(body, world_size=2, timeout_seconds=60)
+
+
+def test_killed_rank_is_named_with_its_signal(tmp_path):
+    def body():
+        note_pid(tmp_path)
+        if os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    with pytest.raises(LaunchError, match="rank 0 of 2 was killed by SIGKILL"):
+        fork_ranks(body, world_size=2, timeout_seconds=60)
+
+
+def test_rank_that_ignores_sigterm_is_ended_all_the_same(tmp_path):
+    def body():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        note_pid(tmp_path)
+        if os.environ["RANK"] == "1":
+            raise SystemExit(3)
+        time.sleep(60)
+
+    with pytest.raises(LaunchError, match="rank 1 of 2 ended with exit code 3"):
+        fork_ranks(body, world_size=2, timeout_seconds=60)
+    assert_all_end(noted_pids(tmp_path, 2))
+
+
+def test_timeout_names_the_ranks_that_did_not_finish(tmp_path):
+    def body():
+        note_pid(tmp_path)
+        time.sleep(0 if os.environ["RANK"] == "0" else 60)
+
+    with pytest.raises(LaunchError, match=r"rank 1, 2 of 3 did not finish within 1\.0 s"):
+        fork_ranks(body, world_size=3, timeout_seconds=1.0)
+    assert_all_end(noted_pids(tmp_path, 3))
+
+
+def test_result_that_cannot_be_pickled_is_an_error_of_its_rank():
+    with pytest.raises(LaunchError, match="rank 0 of 1 raised .*pickle"):
+        fork_ranks(lambda: lambda: 0, world_size=1, timeout_seconds=30)
+
+
+@pytest.mark.parametrize("world_size", [0, -1, "2"])
+def test_impossible_world_size_is_refused(world_size):
+    with pytest.raises(LaunchError, match=f"world_size={world_size!r}"):
+        fork_ranks(os.getpid, world_size=world_size, timeout_seconds=1)
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", "import os, sys, time, signal\n" + textwrap.dedent(code)]
+
+
+NOTE = "open(os.path.join(sys.argv[1], os.environ['RANK']), 'w').write(str(os.getpid()))\n"
+
+
+def test_started_ranks_all_run_and_only_rank_zero_prints(tmp_path, capfd):
+    command = python("print('from rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
+    assert start_ranks(command, world_size=2, log_dir=tmp_path) == 0
+    assert capfd.readouterr().out == "from rank 0 of 2\n"
+    assert (tmp_path / "rank-1.log").read_text() == "from rank 1 of 2\n"
+
+
+def test_exit_code_is_that_of_the_first_failing_rank_whose_output_is_shown_once(tmp_path, capfd):
+    command = python("if os.environ['RANK'] == '1': sys.exit('broken here')\ntime.sleep(60)")
+    start = time.monotonic()
+    assert start_ranks(command, world_size=2, env=None) == 1
+    assert time.monotonic() - start < 10
+    shown = capfd.readouterr().err
+    assert shown.count("rank 1 of 2 ended with exit code 1") == shown.count("broken here") == 1
+
+
+class Supervisor:
+    """A fork of this process that runs `start_ranks`: it has imported torch already."""
+
+    def __init__(self, folder: Path, rank_code: str) -> None:
+        self.errors = folder / "errors"
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.dup2(os.open(self.errors, os.O_CREAT | os.O_WRONLY), 2)
+            sys.stderr = os.fdopen(2, "w")
+            os._exit(start_ranks([*python(NOTE + textwrap.dedent(rank_code)), str(folder)], world_size=2))
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def start_supervisor(folder: Path, rank_code: str) -> tuple[Supervisor, list[int]]:
+    return Supervisor(folder, rank_code), noted_pids(folder, 2)
+
+
+def test_ranks_end_when_their_supervisor_is_killed(tmp_path):
+    supervisor, pids = start_supervisor(tmp_path, "time.sleep(60)")
+    os.kill(supervisor.pid, signal.SIGKILL)
+    assert supervisor.wait() == -signal.SIGKILL
+    assert_all_end(pids)
+
+
+def test_job_ends_when_rank_zero_is_killed(tmp_path):
+    supervisor, pids = start_supervisor(tmp_path, "time.sleep(60)")
+    os.kill(int((tmp_path / "0").read_text()), signal.SIGKILL)
+    assert supervisor.wait() == 128 + signal.SIGKILL
+    assert supervisor.errors.read_text().count("rank 0 of 2 was killed by SIGKILL") == 1
+    assert_all_end(pids)
+
+
+def test_signal_reaches_each_rank_once_and_ranks_may_finish_their_work(tmp_path):
+    supervisor, pids = start_supervisor(
+        tmp_path,
+        """
+        got = []
+        signal.signal(signal.SIGTERM, lambda *_: got.append(1))
+        open(os.path.join(sys.argv[1], 'ready-' + os.environ['RANK']), 'w')
+        while not got: time.sleep(0.05)
+        time.sleep(4)  # longer than peers of a failed rank would be given
+        open(os.path.join(sys.argv[1], 'saved-' + os.environ['RANK']), 'w').write(str(len(got)))
+        """,
+    )
+    while not all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)):
+        time.sleep(0.05)
+    os.kill(supervisor.pid, signal.SIGTERM)
+    assert supervisor.wait() == 128 + signal.SIGTERM
+    assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+    assert_all_end(pids)
+
+
+# A script under ScriptLauncher, without a Trainer: what a strategy does with it.
+SCRIPT = """
+import os, sys, time, signal
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning_3d.strategies.launch import ScriptLauncher
+
+def run(step):
+    rank, folder = os.environ["LOCAL_RANK"], sys.argv[1]
+    open(os.path.join(folder, rank), "w").write(str(os.getpid()))
+    with open(os.path.join(folder, "calls"), "a") as calls:
+        calls.write(f"{step}:{rank} ")
+    return step
+
+def body(rank): pass
+BODY
+for step in ("fit", "test"):
+    launcher = ScriptLauncher(LightningEnvironment(), num_processes=2)
+    assert launcher.launch(run, step) == step
+    body(os.environ["LOCAL_RANK"])
+"""
+
+
+def start_script(folder: Path, body: str) -> subprocess.Popen:
+    script = folder / "script.py"
+    script.write_text(SCRIPT.replace("BODY", textwrap.dedent(body)))
+    return subprocess.Popen([sys.executable, str(script), str(folder)], stderr=subprocess.PIPE, text=True)
+
+
+def test_script_runs_once_per_rank_however_often_it_launches(tmp_path):
+    script = start_script(tmp_path, "")
+    _, errors = script.communicate(timeout=60)
+    assert script.returncode == 0, errors
+    assert sorted((tmp_path / "calls").read_text().split()) == ["fit:0", "fit:1", "test:0", "test:1"]
+    assert_all_end(noted_pids(tmp_path, 2))
+
+
+def test_script_with_a_failing_rank_ends_with_its_cause_even_when_rank_zero_hangs(tmp_path):
+    script = start_script(
+        tmp_path,
+        """
+        def run(step):
+            open(os.path.join(sys.argv[1], os.environ["LOCAL_RANK"]), "w").write(str(os.getpid()))
+            if os.environ["LOCAL_RANK"] == "1": raise ValueError("the cause")
+            time.sleep(60)
+        """,
+    )
+    start = time.monotonic()
+    _, errors = script.communicate(timeout=60)
+    assert script.returncode == 1
+    assert errors.count("rank 1 of 2 raised ValueError: the cause") == 1
+    assert time.monotonic() - start < 40
+    assert_all_end(noted_pids(tmp_path, 2))
+
+
+def test_script_whose_rank_dies_after_rank_zero_is_done_does_not_end_well(tmp_path):
+    script = start_script(
+        tmp_path,
+        """
+        def body(rank):
+            if rank == "1": time.sleep(1); os._exit(7)
+        """,
+    )
+    _, errors = script.communicate(timeout=60)
+    assert script.returncode == 7, errors
+    assert "rank 1 of 2 ended with exit code 7" in errors
+
+
+def test_killed_script_leaves_no_rank_behind(tmp_path):
+    script = start_script(tmp_path, "def body(rank): time.sleep(60)")
+    pids = noted_pids(tmp_path, 2)
+    script.kill()
+    assert_all_end(pids)
+
+
+@pytest.mark.parametrize("how", ["-c", "-"])
+def test_program_without_a_script_is_refused_before_any_process_starts(how):
+    code = (
+        "from lightning.fabric.plugins.environments import LightningEnvironment as E\n"
+        "from lightning_3d.strategies.launch import ScriptLauncher\n"
+        "ScriptLauncher(E(), num_processes=1)\n"
+        "ScriptLauncher(E(), num_processes=2)\n"
+    )
+    command = [sys.executable, "-c", code] if how == "-c" else [sys.executable, "-"]
+    done = subprocess.run(command, input=code, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "no script that further processes could run" in done.stderr and "devices=1" in done.stderr
