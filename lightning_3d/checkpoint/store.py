@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -150,6 +151,17 @@ def newest(folder: Path) -> Path | None:
     return (committed(folder) or [None])[-1]
 
 
+def remove(path: Path) -> None:
+    """Delete a checkpoint; by one rank. A kill in between leaves nothing that looks whole."""
+    removed = _sibling(path, "removed")
+    _remove(removed)
+    if path.is_symlink() or not path.is_dir():
+        _remove(path)
+        return
+    os.rename(path, removed)
+    _remove(removed)
+
+
 def _sibling(path: Path, kind: str) -> Path:
     return path.parent / f".{path.name}.{kind}"
 
@@ -181,7 +193,7 @@ def _together(action: Callable[[], Any], what: str) -> None:
     failure = None
     try:
         action()
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         failure = f"{type(error).__name__}: {error}".strip()
     failures: list[str | None] = [failure]
     if dist.is_initialized():

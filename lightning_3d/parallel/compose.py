@@ -46,10 +46,11 @@ def apply_data_parallel(module: nn.Module, *, layout: Layout, mesh: DeviceMesh) 
     """Replicate or shard a module as the layout's ZeRO stage says."""
     if layout.data == 1:
         return Share(module)
+    group = data_parallel_group(mesh)
     if layout.data_parallel_shards == 1:
-        return ReplicatedModule(module, group=data_parallel_group(mesh))
+        return ReplicatedModule(module, group=group)
     axes = mesh["dp_shard"] if layout.replicas == 1 else mesh["dp_replicate", "dp_shard"]
-    return ShardedModule(module, stage=layout.zero_stage, mesh=axes)
+    return ShardedModule(module, stage=layout.zero_stage, mesh=axes, group=group)
 
 
 def _check_equal(module: nn.Module) -> None:

@@ -57,7 +57,8 @@ class _Operation:
 class Recording:
     """What was done to meta tensors, in order; filled by `record_initialization`."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int = 0) -> None:
+        # Equal on every rank by the time of the replay.
         self.seed = seed
         self._operations: list[_Operation] = []
         self._writers: dict[int, list[int]] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,19 +30,36 @@ class _Bucket:
 
 
 class ReplicatedModule(Share):
-    """Averages the gradients of `module` over `group`, bucket by bucket, as the backward produces them.
+    """A module that every rank of `group` holds whole, with equal weights."""
+
+    def __init__(self, module: nn.Module, *, group: dist.ProcessGroup) -> None:
+        super().__init__(module)
+        self._averager = GradientAverager(list(module.parameters()), group=group)
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._averager.follow_frozen()
+        return function(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._averager.paused()
+
+
+class GradientAverager:
+    """Averages gradients over `group`, bucket by bucket, as the backward produces them.
 
     Each bucket carries one number per parameter that tells how many ranks had a gradient: a parameter that no rank
     used keeps `grad` None (an optimizer then leaves it alone, as in one process), one that some ranks used is averaged
     with zeros for the others. Averaging an averaged gradient changes nothing, so several backwards may precede a step.
 
     Args:
-        module: whole on every rank, with equal weights.
+        parameters: whole on every rank, in the same order.
         group: the data-parallel ranks.
     """
 
-    def __init__(self, module: nn.Module, *, group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES) -> None:
-        super().__init__(module)
+    def __init__(
+        self, parameters: list[nn.Parameter], *, group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        self._parameters = parameters
         self._group = group
         self._bucket_bytes = bucket_bytes
         self._buckets: list[_Bucket] = []
@@ -52,21 +69,18 @@ class ReplicatedModule(Share):
         self._reducing = False
         self._enabled = True
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._follow_frozen()
-        return function(*args, **kwargs)
-
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
+        """Gradients only accumulate on this rank inside."""
         self._enabled = False
         try:
             yield
         finally:
             self._enabled = True
 
-    def _follow_frozen(self) -> None:
-        """Parameters may have been frozen or unfrozen since the last run."""
-        trainable = [p for p in self.module.parameters() if p.requires_grad]
+    def follow_frozen(self) -> None:
+        """To be called before each forward: parameters may have been frozen or unfrozen since the last."""
+        trainable = [p for p in self._parameters if p.requires_grad]
         if {id(p) for p in trainable} == set(self._bucket_of):
             return
         for hook in self._hooks:

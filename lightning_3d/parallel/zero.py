@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_3d.parallel.blocks import repeated_blocks
+from lightning_3d.parallel.replicate import GradientAverager
 from lightning_3d.parallel.share import Share
 
 
@@ -31,17 +33,24 @@ class ShardedModule(Share):
         module: with equal weights on all ranks, or on the meta device.
         stage: 1, 2 or 3.
         mesh: the axis `dp_shard`, or `dp_replicate` and `dp_shard` (HSDP).
+        group: all data-parallel ranks.
     """
 
-    def __init__(self, module: nn.Module, *, stage: int, mesh: DeviceMesh) -> None:
+    def __init__(self, module: nn.Module, *, stage: int, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
         super().__init__(module)
         self.stage = stage
         self._hooked: set[int] = set()
         self._running = False
+        # One number cannot be sharded: scalars (a learned temperature, say) stay whole and are averaged.
+        scalars = {p for p in module.parameters() if p.dim() == 0}
+        self._averager = GradientAverager([p for p in module.parameters() if p in scalars], group=group)
         for block in repeated_blocks(module):
-            fully_shard(block, mesh=mesh, reshard_after_forward=stage == 3)
+            fully_shard(block, mesh=mesh, reshard_after_forward=stage == 3, ignored_params=scalars)
         # The root's own parameters are needed again by the backward at once.
-        self._root: Any = fully_shard(_Root(module), mesh=mesh, reshard_after_forward=False)
+        self._root: Any = fully_shard(
+            _Root(module), mesh=mesh, reshard_after_forward=False, ignored_params=scalars
+        )
+        self._sharded: list[Any] = [m for m in self._root.modules() if isinstance(m, FSDPModule)]
 
     @property
     def root(self) -> nn.Module:
@@ -49,6 +58,7 @@ class ShardedModule(Share):
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Parameters may have been frozen or unfrozen since the last run.
+        self._averager.follow_frozen()
         for parameter in fsdp_parameters(self._root):
             _require_grad(parameter, parameter.sharded_param.requires_grad)
         self._running = True
@@ -68,7 +78,8 @@ class ShardedModule(Share):
         self._root.set_reshard_after_backward(self.stage == 3)
         self._root.set_is_last_backward(reduce_each)
         try:
-            yield
+            with self._averager.paused():
+                yield
         finally:
             self._root.set_requires_gradient_sync(True)
             self._root.set_reshard_after_backward(True)
@@ -89,9 +100,8 @@ class ShardedModule(Share):
             self.refresh()
 
     def reshard(self) -> None:
-        for module in self._root.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in self._sharded:
+            module.reshard()
 
     def refresh(self) -> None:
         if self._running:

@@ -16,7 +16,13 @@ from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwarg
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_3d.checkpoint.random_state import seeded
 from lightning_3d.errors import DataError
+
+_PLAIN = (
+    "dataset", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+    "generator", "prefetch_factor", "persistent_workers", "pin_memory_device",
+)  # fmt: skip
 
 
 class ShardedBatchSampler:
@@ -70,9 +76,8 @@ class ShardedBatchSampler:
 
     def _groups(self) -> Iterator[list[list[int]]]:
         """`num_replicas` batches at a time; the last group may have any number that still gives each rank a sample."""
-        # Read in one go: another generator state must not leak into the user's sampler between two batches.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed + self.epoch)
+        # Read in one go: what else draws numbers between two batches must not change the order.
+        with seeded(self.seed + self.epoch):
             batches = [list(batch) for batch in self.batch_sampler]
         size = self.num_replicas
         whole = len(batches) // size
@@ -104,6 +109,7 @@ class ShardedBatchSampler:
         self.set_epoch(state["epoch"])
         self._start = state["batches"]
         if self._start >= len(self):
+            # Saved at the end of an epoch: the next one starts at its first batch.
             self.set_epoch(state["epoch"] + 1)
 
 
@@ -119,6 +125,11 @@ def shard_dataloader(
     if isinstance(dataloader.sampler, DistributedSampler) or dataloader.batch_sampler is None:
         return dataloader
     original: Any = dataloader.batch_sampler
+    if not hasattr(original, "__len__"):
+        raise DataError(
+            f"{type(original).__name__} has no length, so its batches cannot be shared out over ranks. Give it a "
+            "__len__, or shard the data yourself and set Trainer(use_distributed_sampler=False)."
+        )
     tracked = isinstance(original, _IndexBatchSamplerWrapper)
     sampler: Any = ShardedBatchSampler(
         original._batch_sampler if tracked else original,
@@ -127,7 +138,7 @@ def shard_dataloader(
         seed=seed,
         progress=progress,
     )
-    args, kwargs = _get_dataloader_init_args_and_kwargs(dataloader, dataloader.sampler)
+    args, kwargs = _constructor_arguments(dataloader)
     kwargs.update(
         batch_sampler=_IndexBatchSamplerWrapper(sampler) if tracked else sampler,
         sampler=None,
@@ -142,6 +153,12 @@ def shard_dataloader(
     sharded.state_dict = sampler.state_dict
     sharded.load_state_dict = sampler.load_state_dict
     return sharded
+
+
+def _constructor_arguments(dataloader: DataLoader) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if type(dataloader) is DataLoader:
+        return (), {name: getattr(dataloader, name) for name in _PLAIN}
+    return _get_dataloader_init_args_and_kwargs(dataloader, dataloader.sampler)
 
 
 def _split(indices: list[int], parts: int) -> list[list[int]]:

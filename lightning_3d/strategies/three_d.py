@@ -1,0 +1,399 @@
+"""`Trainer(strategy="3d")`: the Lightning shell around `lightning_3d.parallel` and `lightning_3d.checkpoint`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_3d.errors import ConfigError, LayoutError
+from lightning_3d.layout import Layout, Size
+from lightning_3d.parallel.compose import compose
+from lightning_3d.parallel.gradients import clip_by_norm_, clip_by_value_, global_norm
+from lightning_3d.parallel.init import Recording, record_initialization, record_operations
+from lightning_3d.parallel.mesh import build_mesh, data_parallel_group
+from lightning_3d.parallel.share import Share
+from lightning_3d.strategies import resume
+from lightning_3d.strategies.launch import ScriptLauncher
+from lightning_3d.strategies.predictions import gather_predictions
+from lightning_3d.strategies.sampling import shard_dataloader
+
+
+class ThreeDStrategy(ParallelStrategy):
+    """Trains an ordinary LightningModule under data parallelism with ZeRO sharding.
+
+    Args:
+        data_parallel_size, data_parallel_replicas, tensor_parallel_size, pipeline_parallel_size, zero_stage, schedule,
+        num_microbatches: as in `Layout`.
+        process_group_backend: None takes nccl for CUDA and gloo for the CPU.
+        timeout_seconds: after which a rank that waits for another gives up.
+
+    Raises:
+        LayoutError: when the Trainer is built, before any process starts.
+    """
+
+    # Lightning turns off `sync_dist` for strategies that do not say so.
+    is_distributed = True
+
+    def __init__(
+        self,
+        data_parallel_size: Size = "auto",
+        data_parallel_replicas: int = 1,
+        tensor_parallel_size: Size = 1,
+        pipeline_parallel_size: Size = 1,
+        zero_stage: int = 3,
+        schedule: str = "1f1b",
+        num_microbatches: int | None = None,
+        process_group_backend: str | None = None,
+        timeout_seconds: float = 1800,
+    ) -> None:
+        super().__init__()
+        self._layout = Layout(
+            data_parallel_size=data_parallel_size,
+            data_parallel_replicas=data_parallel_replicas,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            zero_stage=zero_stage,
+            schedule=schedule,
+            num_microbatches=num_microbatches,
+        )
+        _check_settings(process_group_backend, timeout_seconds)
+        _check_available(self._layout)
+        self._process_group_backend = process_group_backend
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self.num_nodes = 1
+        self._mesh: DeviceMesh | None = None
+        self._share: Share | None = None
+        self._recording = Recording()
+        self._shards_data = False
+        self._pending_random_state: dict[str, Any] | None = None
+
+    # ------------------------------------------------------------------ who and where
+
+    @property
+    def layout(self) -> Layout:
+        """The sizes of all axes; resolved once the Trainer knows how many processes there are."""
+        return self._layout
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Axes `pp`, `dp_replicate`, `dp_shard`, `tp`; there once the processes have met."""
+        if self._mesh is None:
+            raise RuntimeError("the device mesh exists only inside trainer.fit, validate, test or predict.")
+        return self._mesh
+
+    @property
+    def share(self) -> Share:
+        """This rank's share of the model, from `setup` on."""
+        if self._share is None:
+            raise RuntimeError("the model is composed only inside trainer.fit, validate, test or predict.")
+        return self._share
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.layout.data
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return dist.get_group_rank(data_parallel_group(self.mesh), dist.get_rank())
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices or ())
+
+    def set_world_ranks(self) -> None:
+        environment = self.cluster_environment
+        if environment is not None:
+            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = utilities_rank_zero_only.rank = self.global_rank
+
+    # ------------------------------------------------------------------ starting
+
+    def _configure_launcher(self) -> None:
+        # Called while the Trainer is built: the first moment at which the number of processes is known.
+        self._layout = self._layout.resolve(self.num_processes * self.num_nodes)
+        environment = self.cluster_environment
+        assert environment is not None
+        if not environment.creates_processes_externally and self._layout.world_size > 1:
+            self._launcher = ScriptLauncher(environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.cluster_environment is not None and self.lightning_module is not None
+        reset_seed()
+        self.set_world_ranks()
+        device = self.root_device
+        backend = self._process_group_backend or _get_default_process_group_backend_for_device(device)
+        device_id = None if device.type == "cpu" else device
+        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
+        if self._mesh is None:
+            self._mesh = build_mesh(self.layout, device=device)
+        self._take_over_sampling(self.lightning_module.trainer)
+
+    def _take_over_sampling(self, trainer: L.Trainer) -> None:
+        # Lightning's own sampler shuffles a loader that asked for order, and repeats samples to come out even.
+        connector = trainer._accelerator_connector
+        if connector.use_distributed_sampler:
+            self._shards_data = True
+            connector.use_distributed_sampler = False
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        with self.precision_plugin.tensor_init_context():
+            yield
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around `configure_model`: what it builds has no memory yet, and is recorded to be filled shard by shard."""
+        with record_initialization(self._recording):
+            yield
+
+    def setup(self, trainer: L.Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        if self._share is None or self._share.module is not self.lightning_module:
+            self._share = self._compose(self.lightning_module)
+        self.model = self.lightning_module
+        self._reset_optimizers_and_schedulers()
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            self._separate_random_streams()
+
+    def _compose(self, module: L.LightningModule) -> Share:
+        _refuse_composed(module, self)
+        self._recording.seed = self.broadcast(torch.initial_seed())
+        if self._layer_sync is not None:
+            module = self._layer_sync.apply(module)
+        with record_operations(self._recording):
+            self.precision_plugin.convert_module(module)
+        share = compose(
+            module, layout=self.layout, mesh=self.mesh, device=self.root_device, recording=self._recording
+        )
+        self._recording = Recording()
+        module.to(self.root_device)
+        module.__dict__["_lightning_3d_strategy"] = self
+        return share
+
+    def _separate_random_streams(self) -> None:
+        """Ranks that see different data draw different dropout masks; rank 0 goes on as one process would."""
+        if self.data_parallel_rank > 0:
+            torch.manual_seed(torch.initial_seed() + self.data_parallel_rank * 1_000_003)
+
+    def model_to_device(self) -> None:
+        """`compose` has put every part where it belongs."""
+
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        plugin: Any = self.precision_plugin
+        # Stock clipping knows neither several axes nor a mix of sharded and whole parameters.
+        plugin.clip_grad_by_norm = lambda optimizer, clip_val: clip_by_norm_(
+            plugin.main_params(optimizer), max_norm=clip_val
+        )
+        plugin.clip_grad_by_value = lambda optimizer, clip_val: clip_by_value_(
+            plugin.main_params(optimizer), max_value=clip_val
+        )
+
+    # ------------------------------------------------------------------ stepping
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        self._continue_random_state()
+        with self.precision_plugin.train_step_context():
+            return self.share.run(self.lightning_module.training_step, *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        with self.precision_plugin.val_step_context(), _no_grad():
+            return self.share.run(self.lightning_module.validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        with self.precision_plugin.test_step_context(), _no_grad():
+            return self.share.run(self.lightning_module.test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        with self.precision_plugin.predict_step_context(), _no_grad():
+            return self.share.run(self.lightning_module.predict_step, *args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with self.share.no_sync():
+            yield
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        with self.share.backward_pass():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        # In manual optimization this is called inside a running step, which goes on with the new weights.
+        self.share.reshard()
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self.share.reshard()
+        self.share.refresh()
+        return result
+
+    def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of all gradients of the whole model, equal on every rank; collective."""
+        assert self.lightning_module is not None
+        return global_norm(self.lightning_module.parameters(), norm_type=norm_type)
+
+    # ------------------------------------------------------------------ talking
+
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized():
+            dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Over the data-parallel ranks unless a group is given; other ranks hold copies."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        return _sync_ddp_if_available(tensor, group or data_parallel_group(self.mesh), reduce_op=reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(votes)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return super().all_gather(tensor, group or data_parallel_group(self.mesh), sync_grads)
+
+    # ------------------------------------------------------------------ data
+
+    def process_dataloader(self, dataloader: object) -> object:
+        if not self._shards_data:
+            return dataloader
+        assert self.lightning_module is not None
+        loop = self.lightning_module.trainer.fit_loop.epoch_loop
+        return shard_dataloader(
+            dataloader,
+            **self.distributed_sampler_kwargs,
+            seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
+            progress=lambda: loop.batch_progress.current.processed,
+        )
+
+    def on_predict_end(self) -> None:
+        assert self.lightning_module is not None
+        if self._shards_data:
+            gather_predictions(self.lightning_module.trainer, group=data_parallel_group(self.mesh))
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        self.share.reshard()
+        return self.lightning_module.state_dict()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return resume.optimizer_state(self, optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if storage_options is not None:
+            raise ConfigError("save_checkpoint(storage_options=...) has no use here: ranks write a folder themselves.")
+        resume.save(self, checkpoint, Path(self.broadcast(os.fspath(filepath))))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = resume.load(self, Path(self.broadcast(os.fspath(checkpoint_path))), weights_only=weights_only)
+        self._pending_random_state = checkpoint.pop("random_state", None)
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        resume.load_model(self.lightning_module, checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        resume.load_optimizers(self, checkpoint["optimizer_states"])
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            resume.remove(Path(filepath))
+
+    def _continue_random_state(self) -> None:
+        # At the first step: making loaders and iterators draws numbers that the saved run had drawn long before.
+        if self._pending_random_state is not None:
+            resume.set_random_state(self._pending_random_state)
+            self._pending_random_state = None
+
+    # ------------------------------------------------------------------ ending
+
+    def teardown(self) -> None:
+        # The base class would move the model to the CPU, away from what shards it.
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+
+@contextmanager
+def _no_grad() -> Iterator[None]:
+    """As Lightning's evaluation, but parameters gathered here must still serve a later backward."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _check_settings(process_group_backend: str | None, timeout_seconds: float) -> None:
+    if process_group_backend not in (None, "gloo", "nccl"):
+        raise ConfigError(f"process_group_backend={process_group_backend!r} is unknown. Set None, 'gloo' or 'nccl'.")
+    if isinstance(timeout_seconds, bool) or not isinstance(timeout_seconds, int | float) or timeout_seconds <= 0:
+        raise ConfigError(f"timeout_seconds={timeout_seconds!r} is no positive number of seconds. Set 1800, say.")
+
+
+def _check_available(layout: Layout) -> None:
+    for field in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if getattr(layout, field) != 1:
+            raise LayoutError(f"{field}={getattr(layout, field)!r} is not available yet. Set {field}=1.")
+
+
+def _refuse_composed(module: L.LightningModule, strategy: ThreeDStrategy) -> None:
+    other = module.__dict__.get("_lightning_3d_strategy")
+    if other is not None and other is not strategy:
+        raise ConfigError(
+            f"this {type(module).__name__} is already laid out as {other.layout.name} by another Trainer. "
+            "Use that Trainer again, or build a new module and load a checkpoint into it."
+        )
