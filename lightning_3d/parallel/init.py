@@ -214,7 +214,8 @@ def record_operations(recording: Recording) -> Iterator[None]:
 
 def meta_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers on the meta device, by name; to be taken before the module is sharded."""
-    return {name: tensor for name, tensor in _named_tensors(module) if tensor.is_meta}
+    # Detached: materialising swaps what is behind the module's own tensors.
+    return {name: tensor.detach() for name, tensor in _named_tensors(module) if tensor.is_meta}
 
 
 def check_initialized(sources: dict[str, torch.Tensor], recording: Recording) -> None:
