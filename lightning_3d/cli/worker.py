@@ -1,0 +1,76 @@
+"""What every rank of ``lightning-3d train`` runs: the whole run, from one resolved config."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import yaml
+
+from lightning_3d.cli.build import build, build_trainer
+from lightning_3d.errors import Lightning3DError
+from lightning_3d.layout import Layout
+from lightning_3d.strategies.supervise import report_errors
+
+
+def run(config: Mapping[str, Any]) -> None:
+    """Train, and tell the result on rank 0."""
+    L.seed_everything(config["seed"], workers=True, verbose=False)
+    # Hints at Lightning's other products, and its own use of what torch has deprecated.
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda record: "litlogger" not in str(record.msg)
+    )
+    trainer = build_trainer(config)
+    model, data = build(config["model"]), build(config["data"])
+    if trainer.logger is not None:
+        trainer.logger.log_hyperparams({**config, "layout": _layout_name(trainer)})
+    try:
+        trainer.fit(model, datamodule=data, ckpt_path=config["resume"])
+        if trainer.is_global_zero:
+            _tell_result(trainer, data, run_dir=config["run_dir"])
+    finally:
+        _finish_wandb(failed=sys.exc_info()[0] is not None)
+
+
+def _layout_name(trainer: L.Trainer) -> str:
+    layout = getattr(trainer.strategy, "layout", None)
+    return layout.name if isinstance(layout, Layout) else type(trainer.strategy).__name__
+
+
+def _tell_result(trainer: L.Trainer, data: Any, *, run_dir: str) -> None:
+    lines = [f"steps: {trainer.global_step}"]
+    loss = trainer.callback_metrics.get("val_loss")
+    if loss is not None:
+        line = f"val_loss: {float(loss):.4f}"
+        unigram = getattr(data, "unigram_loss", None)
+        if callable(unigram):
+            line += f"  (a unigram model: {unigram():.4f})"
+        lines.append(line)
+    print("", *lines, f"run folder: {run_dir}", sep="\n", flush=True)
+
+
+def _finish_wandb(*, failed: bool) -> None:
+    if "wandb" in sys.modules and sys.modules["wandb"].run is not None:
+        sys.modules["wandb"].finish(exit_code=int(failed))
+
+
+def main(path: str) -> int:
+    """Run the config in this file; the result is the exit code."""
+    config = yaml.safe_load(Path(path).read_text())
+    try:
+        with report_errors():
+            run(config)
+    except Lightning3DError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
