@@ -290,6 +290,9 @@ class ThreeDStrategy(ParallelStrategy):
         """Over the data-parallel ranks unless a group is given; other ranks hold copies."""
         if not isinstance(tensor, Tensor):
             return tensor
+        if not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
+            # Lightning cuts the mean of whole numbers to a whole number: 11 and 10 samples would count as 10.
+            tensor = tensor.double()
         return _sync_ddp_if_available(tensor, group or data_parallel_group(self.mesh), reduce_op=reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -1,0 +1,124 @@
+"""Every ZeRO stage trains as one process does, in float64, in Lightning's own loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from modules import GAN, Classifier, Points, Rows, TinyGPT
+from training import Recorder, ordered, run, trainer_for, whole_weights
+
+from lightning_3d import Layout
+
+pytestmark = pytest.mark.distributed
+
+LAYOUTS = ["single", "dp2", "zero1x2", "zero2x2", "zero3x2", "hsdp2x2"]
+SOME = ["dp2", "zero1x2", "zero3x2"]
+
+
+def replicas(layout: str | None) -> int:
+    return Layout.parse(layout).data if layout else 1
+
+
+def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours)
+
+
+def fit_gpt(layout: str | None, accumulate: int, clip: dict[str, Any], lazy: bool = False) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    recorder, module = Recorder(), TinyGPT(lazy=lazy)
+    trainer = trainer_for(
+        layout, max_epochs=2, accumulate_grad_batches=accumulate, precision="64-true", callbacks=[recorder], **clip
+    )
+    loader = ordered(Rows(), replicas=replicas(layout))
+    trainer.fit(module, loader, ordered(Rows(21), replicas=replicas(layout)))
+    return {
+        "losses": recorder.losses,
+        "norms": recorder.norms,
+        "val_loss": float(trainer.callback_metrics["val_loss"]),
+        "weights": whole_weights(module),
+    }
+
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "plain": (1, {}),
+    "accumulated and clipped by norm": (2, {"gradient_clip_val": 0.3}),
+    "accumulated and clipped by value": (3, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def gpt_case(request: pytest.FixtureRequest) -> tuple[Any, dict[str, Any]]:
+    case = CASES[request.param]
+    return case, run(None, fit_gpt, *case)[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gpt_trains_as_in_one_process(layout: str, gpt_case: Any) -> None:
+    case, expected = gpt_case
+    for got in run(layout, fit_gpt, *case):
+        assert got["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+        assert got["norms"] == pytest.approx(expected["norms"], rel=1e-9)
+        assert got["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-9)
+        assert largest_difference(got["weights"], expected["weights"]) < 1e-9
+
+
+def fit_classifier(layout: str | None) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    recorder, module = Recorder(), Classifier()
+    before = whole_weights(module)
+    trainer = trainer_for(layout, max_epochs=2, precision="64-true", callbacks=[recorder])
+    count = replicas(layout)
+    trainer.fit(module, ordered(Points(48), replicas=count), ordered(Points(21), replicas=count))
+    results = trainer.test(module, ordered(Points(21), replicas=count), verbose=False)
+    predictions = trainer.predict(module, ordered(Points(21), replicas=count))
+    assert predictions is not None
+    return {
+        "losses": recorder.losses,
+        "test": results[0],
+        "weights": whole_weights(module),
+        "before": before,
+        "classes": torch.cat([batch["class"] for batch in predictions]),  # type: ignore[index, call-overload]
+        "labels": torch.cat([batch["label"] for batch in predictions]),  # type: ignore[index, call-overload]
+    }
+
+
+@pytest.fixture(scope="module")
+def classifier() -> dict[str, Any]:
+    return run(None, fit_classifier)[0]
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "zero3x4"])
+def test_metrics_predictions_frozen_and_unused_parameters_are_those_of_one_process(
+    layout: str, classifier: dict[str, Any]
+) -> None:
+    ranks = run(layout, fit_classifier)
+    for got in ranks:
+        assert got["losses"] == pytest.approx(classifier["losses"], rel=1e-9)
+        assert got["test"] == pytest.approx(classifier["test"], rel=1e-9)
+        assert got["test"]["count"] == 21
+        assert largest_difference(got["weights"], classifier["weights"]) < 1e-9
+        for still in ("net.2.weight", "unused.weight", "unused.bias"):
+            assert torch.equal(got["weights"][still], classifier["before"][still].double())
+    assert torch.equal(ranks[0]["classes"], classifier["classes"])
+    assert ranks[0]["labels"].tolist() == [index % 3 for index in range(21)]
+
+
+def fit_gan(layout: str | None, toggle: bool) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    recorder, module = Recorder(), GAN(toggle=toggle)
+    trainer = trainer_for(layout, max_epochs=2, precision="64-true", callbacks=[recorder])
+    trainer.fit(module, ordered(Points(48), replicas=replicas(layout)))
+    return {"losses": recorder.losses, "weights": whole_weights(module)}
+
+
+@pytest.mark.parametrize("toggle", [True, False])
+@pytest.mark.parametrize("layout", SOME)
+def test_manual_optimization_of_two_optimizers_is_that_of_one_process(layout: str, toggle: bool) -> None:
+    expected = run(None, fit_gan, toggle)[0]
+    for got in run(layout, fit_gan, toggle):
+        assert got["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+        assert largest_difference(got["weights"], expected["weights"]) < 1e-9
