@@ -21,7 +21,7 @@ import torch
 from lightning_3d.data import text_cache
 from lightning_3d.data.text import TextDataModule
 from lightning_3d.data.text_files import find_text_files, split_held_out
-from lightning_3d.data.tokenizer import END_OF_TEXT
+from lightning_3d.data.tokenizer import END_OF_TEXT, train_tokenizer
 from lightning_3d.errors import DataError
 
 
@@ -271,6 +271,24 @@ assert "TOKENIZERS_PARALLELISM" not in os.environ
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "fork" not in done.stderr
+
+
+@pytest.mark.parametrize(("set_by_user", "while_training"), [(None, "false"), ("true", "true")])
+def test_the_tokenizer_s_threads_are_off_while_it_trains_unless_the_user_says_so(
+    monkeypatch, set_by_user, while_training
+):
+    name, seen = "TOKENIZERS_PARALLELISM", []
+    monkeypatch.delenv(name, raising=False)
+    if set_by_user:
+        monkeypatch.setenv(name, set_by_user)
+
+    def texts():
+        seen.append(os.environ.get(name))
+        yield "some text"
+
+    train_tokenizer(texts(), vocab_size=257)
+    assert seen == [while_training]
+    assert os.environ.get(name) == set_by_user
 
 
 def test_two_trainings_give_the_same_tokenizer(build, tmp_path):

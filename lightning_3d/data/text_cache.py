@@ -121,18 +121,18 @@ def _write_entry(folder: Path, *, train: Sequence[TextFile], validation: Sequenc
 
 
 def _commit(new: Path, folder: Path) -> None:
-    """Rename the new entry into place; an entry that is there is moved aside first if it is broken."""
-    if folder.exists():
-        if _is_whole(folder):  # without a lock, another process may have been faster
-            return
-        aside = folder.with_suffix(f".broken-{uuid.uuid4().hex}")
-        os.rename(folder, aside)
-        shutil.rmtree(aside, ignore_errors=True)
+    """Rename the new entry into place; a broken one that is there is moved aside first, a whole one stays."""
     try:
         os.rename(new, folder)
     except OSError:
-        if not _is_whole(folder):
+        if _is_whole(folder):  # without a lock, another process may have been faster
+            return
+        if not folder.exists():
             raise
+        aside = folder.with_suffix(f".broken-{uuid.uuid4().hex}")
+        os.rename(folder, aside)
+        os.rename(new, folder)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _is_whole(folder: Path) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,7 +21,7 @@ END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257
 
 
-def train_tokenizer(texts: Sequence[str], *, vocab_size: int) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
     """A byte-level BPE of at most `vocab_size` tokens (fewer where the text has fewer pairs to merge).
 
     Raises:
@@ -59,8 +59,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 @contextmanager
 def _without_threads() -> Iterator[None]:
-    # Its thread pool does not survive a fork: data loader workers and ranks forked later would warn or hang. A user who
-    # sets the variable has decided otherwise.
+    # Its thread pool does not survive a fork: with tokenizers before 0.23, data loader workers and ranks that are forked
+    # later warn and may hang. A user who sets the variable has decided otherwise.
     name = "TOKENIZERS_PARALLELISM"
     if name in os.environ:
         yield
