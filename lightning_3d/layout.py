@@ -15,7 +15,9 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b")
 
 _SIZES = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
 _SHORT = {"data_parallel_size": "data", "tensor_parallel_size": "tensor", "pipeline_parallel_size": "pipeline"}
-_GRAMMAR = "axes joined by '-': dpN, zeroSxN, hsdpRxN, tpN, ppN or ppN@schedule, e.g. 'zero3x4', 'hsdp2x2', 'dp2-tp2-pp2'"
+_GRAMMAR = (
+    "axes joined by '-': dpN, zeroSxN, hsdpRxN, tpN, ppN or ppN@schedule, e.g. 'zero3x4', 'hsdp2x2', 'dp2-tp2-pp2'"
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class Layout:
             raise LayoutError(f"schedule={self.schedule!r} is unknown. Set one of {', '.join(SCHEDULES)}.")
         automatic = [field for field in _SIZES if getattr(self, field) == "auto"]
         if len(automatic) > 1:
-            raise LayoutError(f"only one size may be 'auto', but {' and '.join(automatic)} are. Set all but one of them.")
+            names = " and ".join(automatic)
+            raise LayoutError(f"only one size may be 'auto', but {names} are. Set {automatic[0]}=1, say.")
         self._check_replicas()
 
     def _check_replicas(self) -> None:
@@ -86,7 +89,7 @@ class Layout:
             LayoutError: the sizes do not multiply to `world_size`.
         """
         _check_count("world_size", world_size)
-        known = {field: getattr(self, field) for field in _SIZES if getattr(self, field) != "auto"}
+        known: dict[str, int] = {field: getattr(self, field) for field in _SIZES if getattr(self, field) != "auto"}
         product = 1
         for size in known.values():
             product *= size
@@ -105,7 +108,7 @@ class Layout:
                 f"processes that there are. Start a multiple of {product} processes, or set "
                 f"{' and '.join(known)} to sizes whose product is one of {', '.join(map(str, _divisors(world_size)))}."
             )
-        return replace(self, **{automatic: size})
+        return replace(self, **{automatic: size})  # type: ignore[arg-type]
 
     def _way_out(self, known: dict[str, int], world_size: int) -> str:
         other = known["tensor_parallel_size"] * known["pipeline_parallel_size"]

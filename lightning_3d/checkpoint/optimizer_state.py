@@ -1,7 +1,7 @@
 """An optimizer's state by parameter name, flat, so that any layout can load any other's.
 
-    state.<parameter>.<entry>           a tensor shaped and sharded as its parameter, or a scalar
-    param_groups.<parameter>.<option>   the options of the group that the parameter is in
+state.<parameter>.<entry>           a tensor shaped and sharded as its parameter, or a scalar
+param_groups.<parameter>.<option>   the options of the group that the parameter is in
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Checkpoint folders: written by all ranks beside their place, committed by one rename, loaded in any layout.
 
-    NAME/                    what `is_committed` accepts
-        .metadata, *.distcp  tensors and options by name (torch.distributed.checkpoint)
-        extra.pt             all that is equal on every rank: loops, callbacks, schedulers, hyper-parameters
-        rank_00000.pt ...    what belongs to one rank: random states
-        checkpoint.json      step, epoch and layout, for people and for `newest`
-    .NAME.saving/            a save under way, or one that was killed; never picked
-    .NAME.replaced/          the former NAME between the two renames that replace it
+NAME/                    what `is_committed` accepts
+.metadata, *.distcp  tensors and options by name (torch.distributed.checkpoint)
+extra.pt             all that is equal on every rank: loops, callbacks, schedulers, hyper-parameters
+rank_00000.pt ...    what belongs to one rank: random states
+checkpoint.json      step, epoch and layout, for people and for `newest`
+.NAME.saving/            a save under way, or one that was killed; never picked
+.NAME.replaced/          the former NAME between the two renames that replace it
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ def committed(folder: Path) -> list[Path]:
 
 def newest(folder: Path) -> Path | None:
     """The committed checkpoint of the highest step in a folder, or None."""
-    return (committed(folder) or [None])[-1]
+    found = committed(folder)
+    return found[-1] if found else None
 
 
 def remove(path: Path) -> None:

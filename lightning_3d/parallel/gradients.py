@@ -42,9 +42,7 @@ def global_norm(parameters: Iterable[nn.Parameter], *, norm_type: float = 2.0) -
 
 
 @torch.no_grad()
-def clip_by_norm_(
-    parameters: Iterable[nn.Parameter], *, max_norm: float, norm_type: float = 2.0
-) -> torch.Tensor:
+def clip_by_norm_(parameters: Iterable[nn.Parameter], *, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before; collective."""
     parameters = list(parameters)
     norm = global_norm(parameters, norm_type=norm_type)

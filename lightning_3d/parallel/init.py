@@ -140,7 +140,7 @@ class Recording:
             size = self._storages[view.storage].nbytes()
             values[view.storage] = torch.UntypedStorage(size, device=device)
         empty = torch.empty(0, dtype=view.dtype, device=device)
-        return empty.set_(values[view.storage], view.offset, view.size, view.stride)  # type: ignore[call-overload]
+        return empty.set_(values[view.storage], view.offset, view.size, view.stride)
 
 
 def _is_meta(value: object) -> bool:

@@ -1,9 +1,9 @@
-"""What a strategy needs of a module that data parallelism has prepared; this base is the whole module of one process."""
+"""What a strategy needs of a module that data parallelism has prepared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -11,6 +11,8 @@ from torch import nn
 
 class Share:
     """One rank's share of a module: how its code runs and when its gradients are combined.
+
+    This base class is the whole module of one process.
 
     Args:
         module: the user's module; keeps its class, its parameters' names and its place in the user's code.
@@ -28,15 +30,13 @@ class Share:
         """`function(*args, **kwargs)`, where it may use all parameters as ordinary whole tensors."""
         return function(*args, **kwargs)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """A backward inside does not end an accumulation window: its gradients may stay local."""
-        yield
+        return nullcontext()
 
-    @contextmanager
-    def backward_pass(self) -> Iterator[None]:
+    def backward_pass(self) -> AbstractContextManager[None]:
         """Around a backward that is called inside `run` (manual optimization)."""
-        yield
+        return nullcontext()
 
     def reshard(self) -> None:
         """Forget gathered parameters: what the shards hold has changed, or is about to."""

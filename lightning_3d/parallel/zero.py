@@ -47,10 +47,9 @@ class ShardedModule(Share):
         for block in repeated_blocks(module):
             fully_shard(block, mesh=mesh, reshard_after_forward=stage == 3, ignored_params=scalars)
         # The root's own parameters are needed again by the backward at once.
-        self._root: Any = fully_shard(
-            _Root(module), mesh=mesh, reshard_after_forward=False, ignored_params=scalars
-        )
-        self._sharded: list[Any] = [m for m in self._root.modules() if isinstance(m, FSDPModule)]
+        root: Any = _Root(module)
+        self._root: Any = fully_shard(root, mesh=mesh, reshard_after_forward=False, ignored_params=scalars)
+        self._sharded: list[Any] = [m for m in root.modules() if isinstance(m, FSDPModule)]
 
     @property
     def root(self) -> nn.Module:
@@ -156,4 +155,3 @@ def _is_trained(parameter: Any) -> bool:
 def _require_grad(parameter: Any, requires_grad: bool) -> None:
     if hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.requires_grad != requires_grad:
         parameter._unsharded_param.requires_grad_(requires_grad)
-

@@ -144,9 +144,7 @@ def _model_room(module: nn.Module, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _place(value: Any, target: Any) -> Any:
-    if isinstance(target, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-        if value.shape == target.shape:
-            return distribute_tensor(
-                value.to(target.device), target.device_mesh, target.placements, src_data_rank=None
-            )
-    return value
+    came_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    if not (came_whole and isinstance(target, DTensor) and value.shape == target.shape):
+        return value
+    return distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)

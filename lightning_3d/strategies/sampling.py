@@ -60,7 +60,7 @@ class ShardedBatchSampler:
     def set_epoch(self, epoch: int) -> None:
         if epoch != self.epoch:
             self.epoch, self._start = epoch, 0
-        inner = getattr(self.batch_sampler, "sampler", None)
+        inner: Any = getattr(self.batch_sampler, "sampler", None)
         if hasattr(inner, "set_epoch"):
             inner.set_epoch(epoch)
 

@@ -134,7 +134,8 @@ class ThreeDStrategy(ParallelStrategy):
         if environment is not None:
             environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = utilities_rank_zero_only.rank = self.global_rank
+        for decorator in (rank_zero_only, utilities_rank_zero_only):
+            setattr(decorator, "rank", self.global_rank)  # noqa: B010
 
     # ------------------------------------------------------------------ starting
 
@@ -195,12 +196,11 @@ class ThreeDStrategy(ParallelStrategy):
         _refuse_composed(module, self)
         self._recording.seed = self.broadcast(torch.initial_seed())
         if self._layer_sync is not None:
-            module = self._layer_sync.apply(module)
+            # Changes the module's own layers in place.
+            self._layer_sync.apply(module)
         with record_operations(self._recording):
             self.precision_plugin.convert_module(module)
-        share = compose(
-            module, layout=self.layout, mesh=self.mesh, device=self.root_device, recording=self._recording
-        )
+        share = compose(module, layout=self.layout, mesh=self.mesh, device=self.root_device, recording=self._recording)
         self._recording = Recording()
         module.to(self.root_device)
         module.__dict__["_lightning_3d_strategy"] = self
@@ -309,12 +309,12 @@ class ThreeDStrategy(ParallelStrategy):
         if not self._shards_data:
             return dataloader
         assert self.lightning_module is not None
-        loop = self.lightning_module.trainer.fit_loop.epoch_loop
+        progress: Any = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
         return shard_dataloader(
             dataloader,
             **self.distributed_sampler_kwargs,
             seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
-            progress=lambda: loop.batch_progress.current.processed,
+            progress=lambda: progress.current.processed,
         )
 
     def on_predict_end(self) -> None:
