@@ -183,6 +183,14 @@ def test_without_locks_each_builds_and_one_whole_entry_stays(build, builds, monk
     assert builds.read_text() == "xx"
 
 
+def test_a_slower_builder_leaves_the_whole_entry_where_it_is(build):
+    folder = prepared(build())._entry_folder()
+    late, first = folder.with_suffix(".new-late"), folder.stat().st_ino
+    shutil.copytree(folder, late)
+    text_cache._commit(late, folder)
+    assert folder.stat().st_ino == first
+
+
 @pytest.mark.parametrize("part", ["train.npy", "validation.npy", "tokenizer.json", "manifest.json"])
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
 def test_a_broken_entry_is_rebuilt(build, part, damage, tmp_path):

@@ -59,8 +59,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 @contextmanager
 def _without_threads() -> Iterator[None]:
-    # Its thread pool does not survive a fork: with tokenizers before 0.23, data loader workers and ranks that are forked
-    # later warn and may hang. A user who sets the variable has decided otherwise.
+    # Its thread pool does not survive a fork: with tokenizers before 0.23, data loader workers and ranks forked later
+    # warn and may hang. A user who sets the variable has decided otherwise.
     name = "TOKENIZERS_PARALLELISM"
     if name in os.environ:
         yield
