@@ -13,7 +13,7 @@ import torch
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 
-from lightning_3d.cli.config import closest
+from lightning_3d.cli.config import closest, value_at
 from lightning_3d.cli.targets import described, matches, parameters
 from lightning_3d.data.batch import per_rank_batch_size
 from lightning_3d.errors import ConfigError, Lightning3DError
@@ -83,7 +83,7 @@ def check_config(config: Mapping[str, Any]) -> None:
             raise ConfigError(f"the config has no {group}. Add it to the recipe's defaults, e.g. - {group}: ...")
         _check_node(group, config[group])
     for path, (holds, meant, works) in _RANGES.items():
-        value = _at(config, path)
+        value = value_at(config, path)
         if value is not None and not holds(value):
             raise ConfigError(f"{path}={value!r} is not {meant}. Set {path}={works}, say.")
 
@@ -200,7 +200,7 @@ def check_layout(config: Mapping[str, Any], *, world_size: int) -> Layout | None
     if not isinstance(layout, Layout):
         return None
     layout = layout.resolve(world_size)
-    batch = _at(config, "data.global_batch_size")
+    batch = value_at(config, "data.global_batch_size")
     if isinstance(batch, int):
         try:
             per_rank_batch_size(global_batch_size=batch, data_parallel_size=layout.data)
@@ -238,7 +238,7 @@ def _make(path: str, node: Mapping[str, Any], **others: Any) -> Any:
     except HydraException as error:
         cause = error.__cause__ or error
         if isinstance(cause, Lightning3DError):
-            raise type(cause)(f"{path}: {cause}") from cause
+            raise type(cause)(f"{path}: {_line(cause)}") from cause
         # What else comes may come of the meta device alone; the real attempt will tell.
         if (
             isinstance(cause, (TypeError, ValueError, ModuleNotFoundError))
@@ -261,14 +261,6 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def _at(config: Any, path: str) -> Any:
-    for part in path.split("."):
-        if not isinstance(config, Mapping) or part not in config:
-            return None
-        config = config[part]
-    return config
 
 
 def _line(error: BaseException) -> str:

@@ -103,6 +103,15 @@ def closest(name: str, known: Iterable[str]) -> str:
     return f"There are {', '.join(other for other in names if '.' not in other) or ', '.join(names)}."
 
 
+def value_at(config: Any, path: str) -> Any:
+    """The value at ``trainer.max_steps``, or None where there is nothing."""
+    for part in path.split("."):
+        if not isinstance(config, dict) or part not in config:
+            return None
+        config = config[part]
+    return config
+
+
 def _recipe_file(recipe: str) -> Path:
     if recipe.endswith((".yaml", ".yml")):
         path = Path(recipe).absolute()
@@ -148,7 +157,7 @@ def _addable(override: Override, base: dict[str, Any]) -> str:
     if override.is_add() or override.is_force_add() or override.is_delete() or _has(base, key):
         return line
     parent, _, name = key.rpartition(".")
-    node = _at(base, parent) if parent else base
+    node = value_at(base, parent) if parent else base
     if isinstance(node, dict) and parent:
         if "_target_" in node:
             if accepts(node["_target_"], name):
@@ -170,20 +179,12 @@ def _what_there_is(node: Any, parent: str, name: str, base: dict[str, Any]) -> s
 def _inside_argument(base: dict[str, Any], path: str) -> bool:
     """Whether a folder of settings is (part of) one argument, a mapping that its target checks itself."""
     parts = path.split(".")
-    return any("_target_" in (_at(base, ".".join(parts[:n])) or {}) for n in range(1, len(parts)))
-
-
-def _at(config: Any, path: str) -> Any:
-    for part in path.split("."):
-        if not isinstance(config, dict) or part not in config:
-            return None
-        config = config[part]
-    return config
+    return any("_target_" in (value_at(base, ".".join(parts[:n])) or {}) for n in range(1, len(parts)))
 
 
 def _has(config: dict[str, Any], path: str) -> bool:
     parent, _, name = path.rpartition(".")
-    node = _at(config, parent) if parent else config
+    node = value_at(config, parent) if parent else config
     return isinstance(node, dict) and name in node
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import collections.abc
+import importlib
 import inspect
 import types
 import typing
 from pathlib import Path
 from typing import Any, Literal, Union
-
-from hydra.utils import get_object
 
 from lightning_3d.errors import ConfigError
 
@@ -20,11 +19,14 @@ def locate(target: str) -> Any:
     Raises:
         ConfigError: it cannot be imported.
     """
+    module, _, name = str(target).rpartition(".")
     try:
-        return get_object(target)
+        return getattr(importlib.import_module(module), name)
     except Exception as error:
-        reason = str(error).strip().split("\n")[-1]
-        raise ConfigError(f"_target_={target!r} cannot be imported: {reason}") from error
+        raise ConfigError(
+            f"_target_={target!r} cannot be imported ({error}). Name a class or function with its module, "
+            f"e.g. lightning_3d.models.digits.DigitsMLP."
+        ) from error
 
 
 def parameters(target: str) -> dict[str, inspect.Parameter]:

@@ -12,8 +12,17 @@ import yaml
 
 from lightning_3d.cli import run_folder
 from lightning_3d.cli.check import check_config, check_layout, check_parts, check_top_level, number_of_processes
-from lightning_3d.cli.config import DEFAULT_RECIPE, compose_recipe, groups, key_of, recipes, resolve, split_recipe
-from lightning_3d.errors import ConfigError
+from lightning_3d.cli.config import (
+    DEFAULT_RECIPE,
+    compose_recipe,
+    groups,
+    key_of,
+    recipes,
+    resolve,
+    split_recipe,
+    value_at,
+)
+from lightning_3d.errors import ConfigError, DataError, LayoutError, Lightning3DError
 from lightning_3d.layout import Layout
 from lightning_3d.strategies.launch import start_ranks
 
@@ -30,8 +39,15 @@ def main(argv: Sequence[str]) -> int:
     options = [argument for argument in arguments if argument.startswith("-")]
     if options:
         raise ConfigError(f"there is no option {options[0]}. Settings are written key=value; see --help.")
-    if external := _started_by_others():
-        return _run_as_rank(arguments, external)
+    try:
+        if external := _started_by_others():
+            return _run_as_rank(arguments, external)
+        return _train(arguments, printing=printing)
+    except (ConfigError, LayoutError, DataError) as error:
+        raise type(error)(f"{error}{_values_of_recipe(str(error), arguments)}") from error
+
+
+def _train(arguments: Sequence[str], *, printing: bool) -> int:
     recipe, overrides, config, folder = prepare(arguments)
     world_size = number_of_processes(config["trainer"])
     if config["trainer"].get("num_nodes", 1) != 1:
@@ -83,6 +99,19 @@ def prepare(arguments: Sequence[str]) -> tuple[str, list[str], dict[str, Any], P
     # The next resume asks anew which checkpoint is the newest.
     kept = [override for override in overrides if key_of(override) not in ("resume", "run_dir")]
     return recipe, kept, config, folder
+
+
+def _values_of_recipe(message: str, arguments: Sequence[str]) -> str:
+    """Of the given settings that an error speaks of, the values in the recipe: those work."""
+    recipe, overrides = split_recipe(arguments)
+    try:
+        own = compose_recipe(recipe or DEFAULT_RECIPE)
+        keys = [key_of(override) for override in overrides]
+    except Lightning3DError:
+        return ""
+    found = {key: value_at(own, key) for key in keys if key.rpartition(".")[2] in message}
+    known = [f"{key}={value}" for key, value in found.items() if value is not None and not isinstance(value, dict)]
+    return f" The recipe has {', '.join(known)}." if known else ""
 
 
 def _apply_layout(config: dict[str, Any], *, given: set[str]) -> None:
