@@ -236,6 +236,8 @@ from lightning_3d.strategies.launch import ScriptLauncher
 def run(step):
     rank, folder = os.environ["LOCAL_RANK"], sys.argv[1]
     open(os.path.join(folder, rank), "w").write(str(os.getpid()))
+    # Where this rank's Lightning will look for the others.
+    assert LightningEnvironment().main_port == launcher.cluster_environment.main_port == int(os.environ["MASTER_PORT"])
     with open(os.path.join(folder, "calls"), "a") as calls:
         calls.write(f"{step}:{rank} ")
     return step

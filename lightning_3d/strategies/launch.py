@@ -277,9 +277,10 @@ class ScriptLauncher(_Launcher):
 
     def _start_children(self) -> None:
         command = script_command()
+        if "MASTER_PORT" not in os.environ:
+            os.environ["MASTER_PORT"] = str(free_port())
+        # The environment has the last word: it may have settled on a port before.
         address, port = self.cluster_environment.main_address, self.cluster_environment.main_port
-        if "MASTER_PORT" not in os.environ and self.num_nodes == 1:
-            port = free_port()
         folder = tempfile.TemporaryDirectory(prefix="lightning-3d-")
         reports = [Path(folder.name, f"rank-{rank}.error") for rank in range(self.num_processes)]
         node = self.cluster_environment.node_rank()
