@@ -73,7 +73,7 @@ def test_names(layout: Layout, name: str) -> None:
     [
         "", "dp", "dp0", "dp-2", "dp2-dp2", "zero4x2", "zero3", "zero3x", "zero3x0", "tp2-tp2", "hsdp2", "hsdp2x0",
         "hsdp2x2-dp2", "dp2-hsdp2x2", "zero3x2-hsdp2x2", "hsdp2x2-zero1x2",
-        "tp2@gpipe", "dp2@gpipe", "pp2@zigzag", "pp2@", "2", 
+        "tp2@gpipe", "dp2@gpipe", "pp2@zigzag", "pp2@", "2",
         "single-dp2",
         "dp2 ", "DP2", "dp2--tp2", "dp2-zero0x2",
     ],
