@@ -1,0 +1,1 @@
+"""Timings beside hand-written torch; run from the top of the repository."""
