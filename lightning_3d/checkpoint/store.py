@@ -11,6 +11,8 @@ checkpoint.json      step, epoch and layout, for people and for `newest`
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import shutil
@@ -72,16 +74,27 @@ def save(
     def commit() -> None:
         if rank == 0:
             _sync_folder(partial)
-            replaced = _sibling(path, "replaced")
-            if path.exists():
-                _remove(replaced)
-                os.rename(path, replaced)
-            os.rename(partial, path)
-            _sync_folder(path.parent)
-            _remove(replaced)
+            _replace(path, partial)
 
     for step in (clear, write, write_rest, commit):
         _together(step, f"saving checkpoint {path}")
+
+
+def _replace(path: Path, partial: Path) -> None:
+    replaced = _sibling(path, "replaced")
+    if path.exists() or path.is_symlink():
+        _remove(replaced)
+        os.rename(path, replaced)
+    try:
+        os.rename(partial, path)
+    except OSError:
+        if replaced.exists() or replaced.is_symlink():
+            os.rename(replaced, path)
+        raise
+    _sync_folder(path.parent)
+    # The new checkpoint is there; what stays of the old one is removed by the next save under this name.
+    with contextlib.suppress(OSError):
+        _remove(replaced)
 
 
 def load_tensors(path: Path, state: dict[str, Any]) -> None:
@@ -140,8 +153,10 @@ def committed(folder: Path) -> list[Path]:
         return []
     for replaced in folder.glob(".*.replaced"):
         path = folder / replaced.name.removeprefix(".").removesuffix(".replaced")
-        if not path.exists():
-            os.rename(replaced, path)
+        # Another rank may be doing the same.
+        if not path.exists() and not path.is_symlink():
+            with contextlib.suppress(OSError):
+                os.rename(replaced, path)
     found = [path for path in folder.iterdir() if is_committed(path)]
     return sorted(found, key=lambda path: (summary(path)["global_step"], (path / SUMMARY).stat().st_mtime))
 
@@ -185,24 +200,37 @@ def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems know no sync of folders.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 
 
 def _together(action: Callable[[], Any], what: str) -> None:
     """Run `action` on every rank; if one fails, all raise the same error, and none goes on alone."""
-    failure = None
+    failure: tuple[int, str] | None = None
     try:
         action()
-    except (Exception, CheckpointException) as error:
-        failure = f"{type(error).__name__}: {error}".strip()
-    failures: list[str | None] = [failure]
+    except CheckpointException as error:
+        # torch tells every rank of the ranks that failed.
+        origin = min(error.failures)
+        failure = origin, _told(error.failures[origin][0])
+    except Exception as error:
+        failure = _rank(), _told(error)
+    failures: list[tuple[int, str] | None] = [failure]
     if dist.is_initialized():
         failures = [None] * dist.get_world_size()
         dist.all_gather_object(failures, failure)
-    first = next((rank for rank, text in enumerate(failures) if text), None)
-    if first is not None:
-        raise CheckpointError(f"{what} failed on rank {first}: {failures[first]}")
+    told = [failure for failure in failures if failure is not None]
+    if told:
+        rank, text = min(told)
+        raise CheckpointError(f"{what} failed on rank {rank}: {text}")
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".strip()
 
 
 def _rank() -> int:
