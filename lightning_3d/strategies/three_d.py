@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -32,14 +32,16 @@ from lightning_3d.parallel.gradients import clip_by_norm_, clip_by_value_, globa
 from lightning_3d.parallel.init import Recording, record_initialization, record_operations
 from lightning_3d.parallel.mesh import build_mesh, data_parallel_group
 from lightning_3d.parallel.share import Share
+from lightning_3d.parallel.staged import StagedModule
 from lightning_3d.strategies import resume
 from lightning_3d.strategies.launch import ScriptLauncher
+from lightning_3d.strategies.pipelined_step import Context, PipelinedStep
 from lightning_3d.strategies.predictions import gather_predictions
 from lightning_3d.strategies.sampling import shard_dataloader
 
 
 class ThreeDStrategy(ParallelStrategy):
-    """Trains an ordinary LightningModule under data parallelism with ZeRO sharding.
+    """Trains an ordinary LightningModule under data and pipeline parallelism with ZeRO sharding.
 
     Args:
         data_parallel_size, data_parallel_replicas, tensor_parallel_size, pipeline_parallel_size, zero_stage, schedule,
@@ -86,6 +88,8 @@ class ThreeDStrategy(ParallelStrategy):
         self._recording = Recording()
         self._shards_data = False
         self._pending_random_state: dict[str, Any] | None = None
+        self._pipelined: PipelinedStep | None = None
+        self._accumulating = False
 
     # ------------------------------------------------------------------ who and where
 
@@ -194,7 +198,12 @@ class ThreeDStrategy(ParallelStrategy):
 
     def _compose(self, module: L.LightningModule) -> Share:
         _refuse_composed(module, self)
-        self._recording.seed = self.broadcast(torch.initial_seed())
+        if self.layout.pipeline > 1 and not module.automatic_optimization:
+            raise ConfigError(
+                f"{type(module).__name__} sets automatic_optimization=False, but a pipeline runs the backward itself. "
+                "Set pipeline_parallel_size=1, or use automatic optimization."
+            )
+        seed = self._recording.seed = self.broadcast(torch.initial_seed())
         if self._layer_sync is not None:
             # Changes the module's own layers in place.
             self._layer_sync.apply(module)
@@ -203,6 +212,15 @@ class ThreeDStrategy(ParallelStrategy):
         share = compose(module, layout=self.layout, mesh=self.mesh, device=self.root_device, recording=self._recording)
         self._recording = Recording()
         module.to(self.root_device)
+        if isinstance(share, StagedModule):
+            self._pipelined = PipelinedStep(
+                module,
+                share,
+                layout=self.layout,
+                group=self.mesh["pp"].get_group(),
+                data_group=data_parallel_group(self.mesh),
+                seed=seed,
+            )
         module.__dict__["_lightning_3d_strategy"] = self
         return share
 
@@ -219,7 +237,7 @@ class ThreeDStrategy(ParallelStrategy):
         plugin: Any = self.precision_plugin
         # Stock clipping knows neither several axes nor a mix of sharded and whole parameters.
         plugin.clip_grad_by_norm = lambda optimizer, clip_val: clip_by_norm_(
-            plugin.main_params(optimizer), max_norm=clip_val
+            plugin.main_params(optimizer), max_norm=clip_val, share=self.share
         )
         plugin.clip_grad_by_value = lambda optimizer, clip_val: clip_by_value_(
             plugin.main_params(optimizer), max_value=clip_val
@@ -230,28 +248,51 @@ class ThreeDStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         self._continue_random_state()
+        if self._pipelined is not None:
+            return self._train_pipelined(self._pipelined, args)
         with self.precision_plugin.train_step_context():
             return self.share.run(self.lightning_module.training_step, *args, **kwargs)
 
+    def _train_pipelined(self, pipelined: PipelinedStep, args: tuple[Any, ...]) -> Any:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        window: int = trainer.accumulate_grad_batches
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return pipelined.train(
+            args,
+            context=self.precision_plugin.train_step_context,
+            factor=(scaler.get_scale() if scaler is not None else 1.0) / window,
+            first=trainer.fit_loop.epoch_loop.batch_idx % window == 0,
+            last=not self._accumulating,
+        )
+
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        with self.precision_plugin.val_step_context(), _no_grad():
-            return self.share.run(self.lightning_module.validation_step, *args, **kwargs)
+        return self._evaluate(self.lightning_module.validation_step, self.precision_plugin.val_step_context, args)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        with self.precision_plugin.test_step_context(), _no_grad():
-            return self.share.run(self.lightning_module.test_step, *args, **kwargs)
+        return self._evaluate(self.lightning_module.test_step, self.precision_plugin.test_step_context, args)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        with self.precision_plugin.predict_step_context(), _no_grad():
-            return self.share.run(self.lightning_module.predict_step, *args, **kwargs)
+        return self._evaluate(self.lightning_module.predict_step, self.precision_plugin.predict_step_context, args)
+
+    def _evaluate(self, function: Callable[..., Any], context: Context, args: tuple[Any, ...]) -> Any:
+        with _no_grad():
+            if self._pipelined is not None:
+                return self._pipelined.evaluate(function, args, context=context)
+            with context():
+                return self.share.run(function, *args)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        with self.share.no_sync():
-            yield
+        self._accumulating = True
+        try:
+            with self.share.no_sync():
+                yield
+        finally:
+            self._accumulating = False
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         assert self.lightning_module is not None
@@ -271,7 +312,7 @@ class ThreeDStrategy(ParallelStrategy):
     def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients of the whole model, equal on every rank; collective."""
         assert self.lightning_module is not None
-        return global_norm(self.lightning_module.parameters(), norm_type=norm_type)
+        return global_norm(self.lightning_module.parameters(), norm_type=norm_type, share=self.share)
 
     # ------------------------------------------------------------------ talking
 
@@ -383,14 +424,17 @@ def _no_grad() -> Iterator[None]:
 def _check_settings(process_group_backend: str | None, timeout_seconds: float) -> None:
     if process_group_backend not in (None, "gloo", "nccl"):
         raise ConfigError(f"process_group_backend={process_group_backend!r} is unknown. Set None, 'gloo' or 'nccl'.")
-    if isinstance(timeout_seconds, bool) or not isinstance(timeout_seconds, int | float) or timeout_seconds <= 0:
+    is_number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
+    # A bound, for NaN, infinity and what a timedelta cannot hold.
+    if not is_number or not 0 < timeout_seconds <= 1e9:
         raise ConfigError(f"timeout_seconds={timeout_seconds!r} is no positive number of seconds. Set 1800, say.")
 
 
 def _check_available(layout: Layout) -> None:
-    for field in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if getattr(layout, field) != 1:
-            raise LayoutError(f"{field}={getattr(layout, field)!r} is not available yet. Set {field}=1.")
+    if layout.tensor_parallel_size != 1:
+        raise LayoutError(
+            f"tensor_parallel_size={layout.tensor_parallel_size!r} is not available yet. Set tensor_parallel_size=1."
+        )
 
 
 def _refuse_composed(module: L.LightningModule, strategy: ThreeDStrategy) -> None:
