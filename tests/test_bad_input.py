@@ -105,11 +105,3 @@ def test_a_preset_passes_its_settings_on_and_refuses_what_is_fixed_or_unknown(na
         PRESETS[name](timeout_seconds=-1)
     with pytest.raises(TypeError, match="zero"):
         PRESETS[name](zero=3)
-
-
-@pytest.mark.usefixtures("no_process")
-def test_a_strategy_keeps_the_size_that_its_first_trainer_gave_it() -> None:
-    strategy = ThreeDStrategy()
-    trainer(strategy, 1)
-    assert strategy.layout.name == "single"
-    assert "there are 2" in message_of(lambda: trainer(strategy, 2), LayoutError)
