@@ -42,7 +42,7 @@ class Counter(L.Callback):
 
     def _count(self, trainer: L.Trainer, moment: str) -> None:
         assert isinstance(trainer.strategy, ThreeDStrategy)
-        self.seen[moment] = held_bytes(trainer.strategy.share.root, trainer.strategy.optimizers)
+        self.seen[moment] = held_bytes(trainer.strategy.share, trainer.strategy.optimizers)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         # The third batch is inside the second window: the optimizer has its state by then.

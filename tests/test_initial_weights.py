@@ -29,7 +29,7 @@ def build(constructor: Any, *, seed: int = 7) -> nn.Module:
     assert all(p.is_meta for p in module.parameters())
     sources = meta_tensors(module)
     check_initialized(sources, recording)
-    materialize_(module, root=module, sources=sources, recording=recording, device=torch.device("cpu"))
+    materialize_(module, sources=sources, recording=recording, device=torch.device("cpu"))
     return module
 
 

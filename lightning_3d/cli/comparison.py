@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.parallel.held import HeldBytes, held_bytes
+from lightning_3d.parallel.share import Share
 from lightning_3d.strategies.three_d import ThreeDStrategy
 
 # Of the largest weight: less, and a comparison of weights would say nothing.
@@ -133,12 +134,12 @@ class Recorder(L.Callback):
     ) -> None:
         strategy = trainer.strategy
         if isinstance(strategy, ThreeDStrategy):
-            norm, root = strategy.gradient_norm(), strategy.share.root
+            norm, share = strategy.gradient_norm(), strategy.share
         else:
             gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
-            norm, root = torch.nn.utils.get_total_norm(gradients), pl_module
+            norm, share = torch.nn.utils.get_total_norm(gradients), Share(pl_module)
         self.record.gradient_norms.append(float(norm))
-        self.record.held = held_bytes(root, trainer.optimizers)
+        self.record.held = held_bytes(share, trainer.optimizers)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.record.final = _whole_state(trainer)
@@ -172,12 +173,13 @@ def compare(reference: RunRecord, ranks: Sequence[RunRecord]) -> Comparison:
         loss=_relative(losses, reference.losses),
         gradient_norm=_worst(_relative(rank.gradient_norms, reference.gradient_norms) for rank in ranks),
         weights=_worst(
-            _difference(ours, theirs) / scale
-            for rank in ranks
-            for ours, theirs in ((rank.initial, reference.initial), (rank.final, reference.final))
+            (
+                _apart([rank.initial for rank in ranks], reference.initial) / scale,
+                _apart([rank.final for rank in ranks], reference.final) / scale,
+            )
         ),
         metrics=_worst(_relative_by_name(rank.metrics, reference.metrics) for rank in ranks),
-        moved=min(_difference(_only(rank.initial, rank), _only(rank.final, rank)) / scale for rank in ranks),
+        moved=_worst(_apart([_only(rank.initial, rank)], _only(rank.final, rank)) for rank in ranks) / scale,
         held=HeldBytes(
             parameters=max(rank.held.parameters for rank in ranks),
             gradients=max(rank.held.gradients for rank in ranks),
@@ -217,14 +219,18 @@ def _relative_by_name(ours: Mapping[str, float], theirs: Mapping[str, float]) ->
     return _relative([ours[name] for name in theirs], list(theirs.values()))
 
 
-def _difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
-    """The largest difference of any element."""
-    if {n: t.shape for n, t in ours.items()} != {n: t.shape for n, t in theirs.items()}:
+def _apart(ranks: Sequence[Mapping[str, Tensor]], whole: Mapping[str, Tensor]) -> float:
+    """The largest difference of any element on any rank; infinite where names or shapes do not fit.
+
+    A rank may hold some of the names only, as a stage of a pipeline does; together all must be there.
+    """
+    if {name for rank in ranks for name in rank} != whole.keys():
+        return float("inf")
+    pairs = [(tensor, whole[name]) for rank in ranks for name, tensor in rank.items()]
+    if any(ours.shape != theirs.shape for ours, theirs in pairs):
         return float("inf")
     # Equal infinities (of a mask, say) do not differ.
-    return _largest(
-        torch.where(a == b, 0.0, a.double() - b.double()) for a, b in ((ours[name], theirs[name]) for name in theirs)
-    )
+    return _largest(torch.where(a == b, 0.0, a.double() - b.double()) for a, b in pairs)
 
 
 def _largest(tensors: Iterable[Tensor]) -> float:

@@ -11,10 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.errors import ModelError
 from lightning_3d.layout import Layout
+from lightning_3d.parallel.blocks import repeated_blocks
 from lightning_3d.parallel.init import Recording, check_initialized, materialize_, meta_tensors
 from lightning_3d.parallel.mesh import data_parallel_group
+from lightning_3d.parallel.pipeline import STAGES_PER_RANK, Pipeline
 from lightning_3d.parallel.replicate import ReplicatedModule
 from lightning_3d.parallel.share import Share
+from lightning_3d.parallel.staged import StagedModule
+from lightning_3d.parallel.stages import SplitModule
 from lightning_3d.parallel.zero import ShardedModule
 
 
@@ -28,7 +32,8 @@ def compose(
         layout: resolved, that of `mesh`.
 
     Raises:
-        ModelError: parameters on the meta device that have no initial value, or modules that differ between ranks.
+        ModelError: parameters on the meta device that have no initial value, modules that differ between ranks, or a
+            module that cannot be cut into the pipeline's stages.
     """
     _check_equal(module)
     sources = meta_tensors(module)
@@ -36,21 +41,45 @@ def compose(
     if layout.world_size > 1:
         _broadcast_values_(module, device=device)
 
-    share = apply_data_parallel(module, layout=layout, mesh=mesh)
+    share: Share
+    if layout.pipeline > 1 or layout.num_microbatches is not None:
+        share = apply_pipeline(module, layout=layout, mesh=mesh, device=device)
+    else:
+        share = apply_data_parallel(module, blocks=repeated_blocks(module), layout=layout, mesh=mesh)
 
-    materialize_(module, root=share.root, sources=sources, recording=recording, device=device)
+    materialize_(module, roots=share.roots, sources=sources, recording=recording, device=device)
     return share
 
 
-def apply_data_parallel(module: nn.Module, *, layout: Layout, mesh: DeviceMesh) -> Share:
-    """Replicate or shard a module as the layout's ZeRO stage says."""
+def apply_pipeline(module: nn.Module, *, layout: Layout, mesh: DeviceMesh, device: torch.device) -> StagedModule:
+    """Keep this rank's stages of a module, each under data parallelism of its own."""
+    size, rank = layout.pipeline, mesh.get_local_rank("pp")
+    per_rank = STAGES_PER_RANK[layout.schedule] if size > 1 else 1
+    split = SplitModule(
+        module, num_stages=size * per_rank, local=[rank + size * i for i in range(per_rank)], device=device
+    )
+    shares = [
+        apply_data_parallel(split.pieces(stage), blocks=split.blocks(stage), layout=layout, mesh=mesh)
+        for stage in split.stages
+    ]
+    split.watch()
+    pipeline = Pipeline(split, shares=shares, group=mesh["pp"].get_group(), schedule=layout.schedule, device=device)
+    return StagedModule(module, pipeline=pipeline, shares=shares, mesh=mesh)
+
+
+def apply_data_parallel(module: nn.Module, *, blocks: list[nn.Module], layout: Layout, mesh: DeviceMesh) -> Share:
+    """Replicate or shard a module as the layout's ZeRO stage says.
+
+    Args:
+        blocks: the parts of it that are gathered one at a time.
+    """
     if layout.data == 1:
         return Share(module)
     group = data_parallel_group(mesh)
     if layout.data_parallel_shards == 1:
         return ReplicatedModule(module, group=group)
     axes = mesh["dp_shard"] if layout.replicas == 1 else mesh["dp_replicate", "dp_shard"]
-    return ShardedModule(module, stage=layout.zero_stage, mesh=axes, group=group)
+    return ShardedModule(module, blocks=blocks, stage=layout.zero_stage, mesh=axes, group=group)
 
 
 def _check_equal(module: nn.Module) -> None:

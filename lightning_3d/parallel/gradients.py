@@ -11,47 +11,62 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_3d.parallel.local import local_tensor
+from lightning_3d.parallel.share import Share
 
 
 @torch.no_grad()
-def global_norm(parameters: Iterable[nn.Parameter], *, norm_type: float = 2.0) -> torch.Tensor:
+def global_norm(
+    parameters: Iterable[nn.Parameter], *, norm_type: float = 2.0, share: Share | None = None
+) -> torch.Tensor:
     """The norm of all gradients as if they lay in one vector, a scalar on the gradients' device; collective.
 
     Each number counts once: parts are summed over the axes that a parameter is sharded on, never over those that hold
     copies. Parameters without a gradient are passed over; without any gradient the norm is 0.
 
     Args:
-        parameters: this rank's; all ranks must pass the same ones in the same order.
+        parameters: this rank's; ranks that share a parameter must pass it in the same order.
         norm_type: p of the p-norm, `inf` for the largest absolute value.
+        share: tells which ranks have other parameters, and which parameters other ranks have too.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if not gradients:
-        return torch.zeros(())
+    parameters = list(parameters)
+    device = parameters[0].device if parameters else torch.device("cpu")
+    gradients = [p.grad for p in parameters if p.grad is not None and (share is None or share.counts(p))]
     largest = norm_type == float("inf")
-    total = None
+    total = torch.zeros((), device=device)
     for groups, members in _by_sharding(gradients).items():
-        norms = torch.stack(torch._foreach_norm([local_tensor(g) for g in members], norm_type))
-        # Sums of many squares lose digits in half precision.
-        norms = norms.to(torch.promote_types(norms.dtype, torch.float32))
-        part = norms.max() if largest else norms.pow(norm_type).sum()
+        part = _power_sum([local_tensor(gradient) for gradient in members], norm_type)
         for group in groups:
             dist.all_reduce(part, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
-        total = part if total is None else torch.maximum(total, part) if largest else total + part
-    assert total is not None
+        total = torch.maximum(total, part) if largest else total + part
+    if share is not None and share.norm_group is not None:
+        # One precision for ranks that may have parts in different ones, or none.
+        total = total.double()
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=share.norm_group)
     return total if largest else total.pow(1.0 / norm_type)
 
 
 @torch.no_grad()
-def clip_by_norm_(parameters: Iterable[nn.Parameter], *, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+def clip_by_norm_(
+    parameters: Iterable[nn.Parameter], *, max_norm: float, norm_type: float = 2.0, share: Share | None = None
+) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before; collective."""
     parameters = list(parameters)
-    norm = global_norm(parameters, norm_type=norm_type)
+    norm = global_norm(parameters, norm_type=norm_type, share=share)
     # As torch.nn.utils.clip_grad_norm_ does it.
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
-    for gradient in gradients:
+    for gradient in [local_tensor(p.grad) for p in parameters if p.grad is not None]:
         gradient.mul_(scale.to(gradient))
     return norm
+
+
+def _power_sum(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """The sum of all |x|^p, or the largest |x|; at least single precision, for sums of many squares lose digits."""
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    if not filled:
+        return torch.zeros((), device=tensors[0].device, dtype=torch.promote_types(tensors[0].dtype, torch.float32))
+    norms = torch.stack(torch._foreach_norm(filled, norm_type))
+    norms = norms.to(torch.promote_types(norms.dtype, torch.float32))
+    return norms.max() if norm_type == float("inf") else norms.pow(norm_type).sum()
 
 
 @torch.no_grad()

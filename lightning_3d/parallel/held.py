@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
 
 from lightning_3d.parallel.local import local_tensor
+from lightning_3d.parallel.share import Share
 from lightning_3d.parallel.zero import fsdp_parameters
 
 
@@ -21,27 +22,31 @@ class HeldBytes:
     optimizer: int
 
 
-def held_bytes(root: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> HeldBytes:
+def held_bytes(share: Share, optimizers: Iterable[torch.optim.Optimizer] = ()) -> HeldBytes:
     """What is allocated at this moment, gathered copies included."""
     states = (value for o in optimizers for state in o.state.values() for value in state.values())
     return HeldBytes(
-        parameters=_bytes(_parameters(root)),
-        gradients=_bytes(_gradients(root)),
+        parameters=_bytes(_parameters(share)),
+        gradients=_bytes(_gradients(share)),
         optimizer=_bytes(value for value in states if isinstance(value, torch.Tensor) and value.dim() > 0),
     )
 
 
-def _parameters(root: nn.Module) -> Iterator[torch.Tensor]:
-    yield from root.parameters()
-    for parameter in fsdp_parameters(root):
+def _parameters(share: Share) -> Iterator[torch.Tensor]:
+    yield from share.module.parameters()
+    for parameter in _sharded(share):
         yield parameter._sharded_param_data
         if hasattr(parameter, "_unsharded_param"):
             yield parameter._unsharded_param
 
 
-def _gradients(root: nn.Module) -> Iterator[torch.Tensor]:
-    holders = list(root.parameters())
-    for parameter in fsdp_parameters(root):
+def _sharded(share: Share) -> list[Any]:
+    return [parameter for root in share.roots for parameter in fsdp_parameters(root)]
+
+
+def _gradients(share: Share) -> Iterator[torch.Tensor]:
+    holders: list[Any] = list(share.module.parameters())
+    for parameter in _sharded(share):
         holders.append(parameter.sharded_param)
         if hasattr(parameter, "_unsharded_param"):
             holders.append(parameter._unsharded_param)

@@ -10,7 +10,7 @@ tables, tied weights) is replayed as it was written; nothing is guessed from nam
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -235,31 +235,53 @@ def check_initialized(sources: dict[str, torch.Tensor], recording: Recording) ->
 
 @torch.no_grad()
 def materialize_(
-    module: nn.Module, *, root: nn.Module, sources: dict[str, torch.Tensor], recording: Recording, device: torch.device
+    module: nn.Module,
+    *,
+    roots: Sequence[nn.Module] = (),
+    sources: dict[str, torch.Tensor],
+    recording: Recording,
+    device: torch.device,
 ) -> None:
     """Move a module to `device`; its meta tensors get their recorded values, each rank keeping its own part.
 
     Args:
-        module: with whole or sharded (DTensor) parameters.
-        root: the module that shards it, or the module itself.
-        sources: `meta_tensors(module)` from before it was sharded.
+        module: with whole or sharded (DTensor) parameters; may lack parts of what was recorded.
+        roots: FSDP2's, whose parameters must move through them.
+        sources: `meta_tensors(module)` from before it was changed.
     """
     swap = torch.__future__.get_swap_module_params_on_conversion()
     # Swapping keeps a parameter's identity, and so ties and what FSDP2 knows of it.
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        root._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+        for root in roots:
+            root._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swap)
-    targets = dict(_named_tensors(module))
-    for name, source in sources.items():
-        value, target = recording.replay(source, device=device), targets[name]
+    _move_whole_(module, device)
+    filled: set[int] = set()
+    for name, target in _named_tensors(module):
+        if name not in sources or id(target) in filled:
+            continue
+        filled.add(id(target))
+        value = recording.replay(sources[name], device=device)
         if isinstance(target, DTensor):
             value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None).to_local()
         local_tensor(target).copy_(value)
 
 
+def _move_whole_(module: nn.Module, device: torch.device) -> None:
+    """Move what FSDP2 does not manage; parameters keep their identity."""
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor) and (parameter.is_meta or parameter.device != device):
+            moved = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.to(device)
+            torch.utils.swap_tensors(parameter, nn.Parameter(moved.detach(), parameter.requires_grad))
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and (buffer.is_meta or buffer.device != device):
+                part._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+
+
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
+    yield from module.named_parameters(remove_duplicate=False)
     # One buffer under two names becomes two when it moves.
     yield from module.named_buffers(remove_duplicate=False)

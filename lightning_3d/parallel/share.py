@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
+from torch.distributed import ProcessGroup
 
 
 class Share:
@@ -22,9 +23,28 @@ class Share:
         self.module = module
 
     @property
-    def root(self) -> nn.Module:
-        """The module that moves and converts everything below it."""
-        return self.module
+    def roots(self) -> list[nn.Module]:
+        """FSDP2's roots, which must know when what is below them moves."""
+        return []
+
+    @property
+    def norm_group(self) -> ProcessGroup | None:
+        """Ranks that have other parameters, whose gradients belong to the same norm."""
+        return None
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """The first name, in the whole model, of parameters that have another name here."""
+        return {}
+
+    @property
+    def elsewhere(self) -> frozenset[str]:
+        """Names of the whole model's state that other ranks have."""
+        return frozenset()
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank's copy of a parameter is the one that counts in the norm."""
+        return True
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`function(*args, **kwargs)`, where it may use all parameters as ordinary whole tensors."""

@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from lightning_3d.parallel.blocks import repeated_blocks
 from lightning_3d.parallel.replicate import GradientAverager
 from lightning_3d.parallel.share import Share
 
@@ -31,12 +30,21 @@ class ShardedModule(Share):
 
     Args:
         module: with equal weights on all ranks, or on the meta device.
+        blocks: its repeated blocks.
         stage: 1, 2 or 3.
         mesh: the axis `dp_shard`, or `dp_replicate` and `dp_shard` (HSDP).
         group: all data-parallel ranks.
     """
 
-    def __init__(self, module: nn.Module, *, stage: int, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        blocks: list[nn.Module],
+        stage: int,
+        mesh: DeviceMesh,
+        group: dist.ProcessGroup,
+    ) -> None:
         super().__init__(module)
         self.stage = stage
         self._hooked: set[int] = set()
@@ -44,7 +52,7 @@ class ShardedModule(Share):
         # One number cannot be sharded: scalars (a learned temperature, say) stay whole and are averaged.
         scalars = {p for p in module.parameters() if p.dim() == 0}
         self._averager = GradientAverager([p for p in module.parameters() if p in scalars], group=group)
-        for block in repeated_blocks(module):
+        for block in blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=stage == 3, ignored_params=scalars)
         # The root's own parameters are needed again by the backward at once.
         root: Any = _Root(module)
@@ -52,8 +60,8 @@ class ShardedModule(Share):
         self._sharded: list[Any] = [m for m in root.modules() if isinstance(m, FSDPModule)]
 
     @property
-    def root(self) -> nn.Module:
-        return self._root
+    def roots(self) -> list[nn.Module]:
+        return [self._root]
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Parameters may have been frozen or unfrozen since the last run.

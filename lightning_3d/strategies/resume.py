@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +65,7 @@ def load(strategy: ThreeDStrategy, path: Path, *, weights_only: bool | None) -> 
     store.require_committed(path)
     strategy.share.reshard()
     saved = store.saved_tensors(path)
-    model = _model_room(strategy.lightning_module, _below(saved, "model."))
+    model = _model_room(strategy.lightning_module, _below(saved, "model."), elsewhere=strategy.share.elsewhere)
     optimizers = []
     if strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING:
         for index, optimizer in enumerate(strategy.optimizers):
@@ -123,17 +123,20 @@ def remove(path: Path) -> None:
 
 def _names(strategy: ThreeDStrategy) -> dict[torch.Tensor, str]:
     assert strategy.lightning_module is not None
-    return {parameter: name for name, parameter in strategy.lightning_module.named_parameters()}
+    aliases = strategy.share.aliases
+    return {parameter: aliases.get(name, name) for name, parameter in strategy.lightning_module.named_parameters()}
 
 
 def _below(saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {key.removeprefix(prefix): value for key, value in saved.items() if key.startswith(prefix)}
 
 
-def _model_room(module: nn.Module, saved: Mapping[str, Any]) -> dict[str, Any]:
+def _model_room(module: nn.Module, saved: Mapping[str, Any], *, elsewhere: Collection[str]) -> dict[str, Any]:
     own = module.state_dict()
     room: dict[str, Any] = {}
     for key, entry in saved.items():
+        if key in elsewhere:
+            continue
         if not isinstance(entry, TensorStorageMetadata):
             room[key] = None
         elif key in own and own[key].shape == entry.size:

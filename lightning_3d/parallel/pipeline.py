@@ -1,0 +1,242 @@
+"""Runs a step stage by stage through torch's pipeline schedules.
+
+What travels between stages is one flat tensor, so that micro-batches of different sizes share a schedule; what travels
+into the schedule is the micro-batch's number, so that a batch may be any nest of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
+
+from lightning_3d.errors import ModelError
+from lightning_3d.parallel.cursor import Stage, StageDone
+from lightning_3d.parallel.share import Share
+from lightning_3d.parallel.stages import SplitModule
+
+# The user's step for one micro-batch: the loss on the last stage (any tensor where nothing is trained).
+Step = Callable[[int], torch.Tensor]
+
+# Stages that each rank has, where a schedule interleaves them.
+STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved1f1b": 2}
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The flat tensor between two stages: room for the largest micro-batch."""
+
+    numel: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a schedule depends on: one is kept for each.
+
+    Args:
+        wires: by the index of the stage that receives.
+        count: of micro-batches.
+    """
+
+    wires: tuple[Wire, ...]
+    count: int
+    training: bool
+    loss_dtype: torch.dtype
+
+
+class Pipeline:
+    """One rank's stages of a pipeline.
+
+    Args:
+        split: the module, dealt out.
+        shares: for each local stage, how its gradients are combined over data parallelism.
+        group: the ranks of the pipeline.
+        schedule: as in `Layout`.
+    """
+
+    def __init__(
+        self, split: SplitModule, *, shares: list[Share], group: ProcessGroup, schedule: str, device: torch.device
+    ) -> None:
+        self.split = split
+        self.shares = shares
+        self._group = group
+        self._schedule = schedule
+        self._device = device
+        self._schedules: dict[Plan, Any] = {}
+        self._plans: dict[Any, tuple[Wire, ...]] = {}
+        self._step: Step | None = None
+        self._seed = ""
+        self._sync = True
+
+    @property
+    def has_last_stage(self) -> bool:
+        return any(stage.last for stage in self.split.stages)
+
+    def run(
+        self,
+        step: Step,
+        *,
+        sizes: list[int],
+        signature: Any,
+        seed: str,
+        training: bool,
+        sync: bool = True,
+        loss_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Forward, and backward if `training`, of all micro-batches; gradients add to those that are there; collective.
+
+        Args:
+            sizes: samples of each micro-batch.
+            signature: equal for batches whose activations have equal shapes.
+            seed: of the batch, equal on all ranks of the pipeline.
+            sync: whether this batch ends an accumulation window.
+        """
+        self._step, self._seed, self._sync = step, seed, sync
+        if signature not in self._plans:
+            self._plans[signature] = self._probe(step, sizes)
+        plan = Plan(self._plans[signature], len(sizes), training, loss_dtype)
+        if plan not in self._schedules:
+            self._schedules[plan] = self._build(plan)
+        indices = torch.arange(len(sizes))
+        targets = {"target": indices} if training else {}
+        try:
+            with self._random_streams():
+                self._schedules[plan].step(index=indices, return_outputs=False, **targets)
+        finally:
+            self._step = None
+
+    def serve(self, stage: Stage, wire: torch.Tensor | None, index: int) -> torch.Tensor:
+        """The user's step for micro-batch `index`, as far as this stage goes."""
+        assert self._step is not None
+        cursor = self.split.cursor
+        with self.split.serving(stage), cursor.serving(stage, wire=wire, seed=f"{self._seed}/{index}"):
+            try:
+                result = self._step(index)
+            except StageDone as done:
+                return done.hidden
+            if not cursor.finished():
+                raise ModelError(
+                    f"the step returned before {cursor.names[cursor.next]} was called: under a pipeline each step "
+                    "calls the model once."
+                )
+            return result
+
+    def wire_of(self, stage: Stage, plan: Plan) -> Wire:
+        """What a stage that is not the first receives."""
+        return plan.wires[stage.index - 1]
+
+    def syncs(self, last_backward: bool) -> bool:
+        """Whether a micro-batch's backward completes the window's gradients."""
+        return last_backward and self._sync
+
+    # ------------------------------------------------------------------ parts
+
+    def _probe(self, step: Step, sizes: list[int]) -> tuple[Wire, ...]:
+        """The wires of a new shape of batch, from a run in which no part of the model computes; equal on all ranks."""
+        if len(self.split.all_stages) == 1:
+            return ()
+        cursor = self.split.cursor
+        largest: dict[int, Wire] = {}
+        for index in {size: index for index, size in enumerate(sizes)}.values():
+            with self.split.probing() as stage, torch.no_grad(), self._random_streams():
+                try:
+                    with cursor.serving(stage, wire=None, seed="probe", probing=True):
+                        step(index)
+                except StageDone:
+                    pass
+            for other in self.split.all_stages[1:]:
+                hidden = cursor.shapes[other.blocks.start]
+                known = largest.get(other.index)
+                if known is None or known.numel < hidden.numel():
+                    largest[other.index] = Wire(hidden.numel(), hidden.dtype)
+        return tuple(largest[index] for index in sorted(largest))
+
+    def _random_streams(self) -> AbstractContextManager[Any]:
+        """What micro-batches draw leaves the process's own streams as they were."""
+        return torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else [])
+
+    def _build(self, plan: Plan) -> Any:
+        stages: list[Any] = [
+            _TorchStage(self, stage, share, plan, group=self._group, device=self._device)
+            for stage, share in zip(self.split.stages, self.shares, strict=True)
+        ]
+        loss = _first if plan.training else None
+        if len(stages) > 1:
+            kind: Any = ScheduleInterleaved1F1B if plan.training else ScheduleLoopedBFS
+            return kind(stages, plan.count, loss_fn=loss, scale_grads=False)
+        few = plan.count < len(self.split.all_stages)
+        kind = Schedule1F1B if plan.training and self._schedule == "1f1b" and not few else ScheduleGPipe
+        return kind(stages[0], plan.count, loss_fn=loss, scale_grads=False)
+
+
+class _StageModule(nn.Module):
+    """What torch's schedule calls for a micro-batch of one stage."""
+
+    def __init__(self, pipeline: Pipeline, stage: Stage, share: Share, plan: Plan) -> None:
+        super().__init__()
+        # Not as a submodule: torch's stage would take the share's module for its own to reduce.
+        self._run = partial(share.run, pipeline.serve, stage)
+        self._sends = None if stage.last else plan.wires[stage.index]
+
+    def forward(self, *wire: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        result = self._run(wire[0] if wire else None, int(index))
+        if self._sends is None:
+            return result
+        flat = result.reshape(-1)
+        missing = self._sends.numel - flat.numel()
+        return F.pad(flat, (0, missing)) if missing else flat
+
+
+class _TorchStage(PipelineStage):
+    """A stage whose shapes are known and whose gradients are reduced as the share of data parallelism says."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        stage: Stage,
+        share: Share,
+        plan: Plan,
+        *,
+        group: ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        def example(wire: Wire) -> torch.Tensor:
+            return torch.empty(wire.numel, dtype=wire.dtype, device="meta", requires_grad=plan.training)
+
+        loss = torch.empty((), dtype=plan.loss_dtype, device="meta", requires_grad=plan.training)
+        super().__init__(
+            _StageModule(pipeline, stage, share, plan),
+            stage.index,
+            len(pipeline.split.all_stages),
+            device,
+            input_args=() if stage.first else (example(plan.wires[stage.index - 1]),),
+            output_args=(loss,) if stage.last else (example(plan.wires[stage.index]),),
+            group=group,
+        )
+        self._pipeline = pipeline
+        self._share = share
+
+    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict, last_backward: bool = False) -> Any:
+        # Micro-batches of a pipeline are to ZeRO what batches of an accumulation window are.
+        with nullcontext() if self._pipeline.syncs(last_backward) else self._share.no_sync():
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
+
+
+def _first(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The step's own loss is the stage's output."""
+    return output

@@ -1,0 +1,133 @@
+"""Stand-ins for parts of a model that live on other ranks: right shapes, no values, and nothing may depend on them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_any, tree_flatten, tree_map_only
+
+from lightning_3d.errors import ModelError
+
+# These take a tensor's shape, dtype and device, and not its values.
+_SHAPE_ONLY = {
+    torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like,
+    torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_empty, torch.Tensor.new_full,
+    torch.Tensor.new_tensor,
+}  # fmt: skip
+
+
+class Placeholder(torch.Tensor):
+    """A tensor whose values mean nothing; so is everything that is computed from it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _SHAPE_ONLY:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def is_placeholder(value: Any) -> bool:
+    """Whether any tensor in a nest of values is a placeholder."""
+    return tree_any(lambda leaf: isinstance(leaf, Placeholder), value)
+
+
+class Shadow:
+    """Tells what a module would return, without its parameters and without computing.
+
+    Args:
+        module: of any device; nothing of it is kept but its structure.
+        device: where the results would be.
+    """
+
+    def __init__(self, module: nn.Module, *, device: torch.device) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        # Made before the copy, so that not even one block is copied.
+        tensors = [*module.parameters(), *module.buffers()]
+        with self._mode, torch.no_grad():
+            memo: dict[int, Any] = {}
+            for tensor in tensors:
+                # From its shape alone: the mode would keep a reference to the tensor itself.
+                fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+                memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if _is_parameter(tensor) else fake
+        self.module = copy.deepcopy(module, memo)
+        self._known: dict[Any, Any] = {}
+        self._zeros: dict[Any, torch.Tensor] = {}
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's output for these arguments, as placeholders."""
+        key = _signature((args, kwargs))
+        if key not in self._known:
+            self._known[key] = self._run(args, kwargs)
+        return tree_map_only(torch.Tensor, self._placeholder, self._known[key])
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._mode, torch.no_grad():
+            fakes = tree_map_only(torch.Tensor, self._fake, (args, kwargs))
+            return self.module(*fakes[0], **fakes[1])
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+    def _placeholder(self, fake: torch.Tensor) -> torch.Tensor:
+        key = fake.shape, fake.dtype, fake.device
+        if key not in self._zeros:
+            self._zeros[key] = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
+        # In-place operations on it may leave anything there: its values mean nothing.
+        return self._zeros[key].view(fake.shape).as_subclass(Placeholder)
+
+
+class Absent(nn.Module):
+    """In the place of a submodule that another rank has.
+
+    Args:
+        module: whose place it takes.
+        name: of it, for messages.
+        on_call: told of each call with its arguments; may raise.
+    """
+
+    def __init__(
+        self, shadow: Shadow, *, name: str, on_call: Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+    ) -> None:
+        super().__init__()
+        self.__dict__["_shadow"] = shadow
+        self.__dict__["_name"] = name
+        self.__dict__["_on_call"] = on_call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._on_call(self._name, args, kwargs)
+        return self._shadow(args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            value = getattr(self.__dict__["_shadow"].module, name)
+        if isinstance(value, torch.Tensor):
+            raise ModelError(
+                f"{self._name}.{name} is read where another pipeline rank has {self._name}. Call the module, or tie "
+                "the parameter to one that this part of the model has."
+            )
+        return value
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)
+
+
+def _signature(value: Any) -> Any:
+    leaves, spec = tree_flatten(value)
+    described = tuple(
+        (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else _describe(leaf)
+        for leaf in leaves
+    )
+    return described, str(spec), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+
+
+def _describe(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, int | float | str | bool | None.__class__) else type(leaf)

@@ -1,0 +1,210 @@
+"""The user's own step under a pipeline: run once per micro-batch on every stage, as far as the stage goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+
+from lightning_3d.errors import ModelError
+from lightning_3d.layout import Layout
+from lightning_3d.parallel.microbatch import batch_size, merge_outputs, split_batch, weighted_mean
+from lightning_3d.parallel.staged import StagedModule
+from lightning_3d.strategies.logs import LogRecorder, share_metrics
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+class PipelinedStep:
+    """Runs `training_step` and its like of a module that is dealt out over a pipeline.
+
+    Args:
+        module: the user's.
+        share: this rank's stages of it.
+        layout: resolved.
+        group: the ranks of the pipeline.
+        data_group: the data-parallel ranks.
+        seed: of the job, equal on all ranks.
+    """
+
+    def __init__(
+        self,
+        module: L.LightningModule,
+        share: StagedModule,
+        *,
+        layout: Layout,
+        group: ProcessGroup,
+        data_group: ProcessGroup,
+        seed: int,
+    ) -> None:
+        self._module = module
+        self._share = share
+        self._layout = layout
+        self._group = group
+        self._data_rank = data_group.rank()
+        self.seed = seed
+        self._running = False
+        self._recorder = LogRecorder(module)
+        if group.size() > 1:
+            share_metrics(module, pipeline_group=group, data_group=data_group, running=lambda: self._running)
+
+    def train(
+        self, args: tuple[Any, ...], *, context: Context, factor: float, first: bool, last: bool
+    ) -> torch.Tensor | dict[str, Any]:
+        """`training_step`, backward included; the loss that is returned carries the gradients.
+
+        Args:
+            args: of `training_step`.
+            context: in which the user's step runs (precision).
+            factor: that Lightning will multiply the loss by before its backward.
+            first, last: whether this batch begins and ends an accumulation window.
+        """
+        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        if first:
+            # The last window's, which Lightning clears only after this step.
+            for parameter in parameters:
+                parameter.grad = None
+        loss, output = self._run(self._module.training_step, args, context=context, factor=factor, last=last)
+        if last:
+            self._share.combine_gradients()
+        carried: list[tuple[nn.Parameter, torch.Tensor]] = []
+        if first:
+            # Lightning clears gradients between this step and the backward: they are put back by the loss's backward.
+            carried = [(p, p.grad) for p in parameters if p.grad is not None]
+            for parameter in parameters:
+                parameter.grad = None
+        result = _CarryGradients.apply(loss.requires_grad_(), carried, factor)
+        return {**output, "loss": result} if isinstance(output, dict) else result
+
+    def evaluate(self, function: Callable[..., Any], args: tuple[Any, ...], *, context: Context) -> Any:
+        """`validation_step`, `test_step` or `predict_step`; what it returned, merged, on every rank."""
+        return self._run(function, args, context=context, factor=None, last=True)[1]
+
+    # ------------------------------------------------------------------ parts
+
+    def _run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        context: Context,
+        factor: float | None,
+        last: bool,
+    ) -> tuple[torch.Tensor, Any]:
+        batch, *rest = args
+        training = factor is not None
+        total = batch_size(batch)
+        microbatches = split_batch(batch, self._count(total, training))
+        sizes = [batch_size(microbatch) for microbatch in microbatches]
+        losses: list[Any] = [None] * len(sizes)
+        outputs: list[Any] = [None] * len(sizes)
+        pipeline = self._share.pipeline
+        cursor = pipeline.split.cursor
+
+        def step(index: int) -> torch.Tensor:
+            # What the step changes in its batch must not reach another stage's run of it.
+            own = tree_map(lambda leaf: leaf, microbatches[index])
+            keep = cursor.stage is not None and cursor.stage.last
+            with context(), self._recorder.microbatch(sizes[index], keep=keep):
+                output = function(own, *rest)
+            outputs[index] = output
+            if factor is None:
+                return torch.zeros((), device=self._module.device)
+            losses[index] = _loss(output)
+            return losses[index] * (factor * sizes[index] / total)
+
+        self._running = True
+        try:
+            with self._recorder.recording():
+                pipeline.run(
+                    step,
+                    sizes=sizes,
+                    signature=_signature(batch, sizes),
+                    seed=f"{self.seed}/{function.__name__}/{self._place(rest)}/{self._data_rank}",
+                    training=training,
+                    sync=last,
+                    loss_dtype=torch.get_default_dtype() if not training else self._loss_dtype(),
+                )
+        finally:
+            self._running = False
+        return self._share_results(losses if training else None, outputs, sizes)
+
+    def _share_results(self, losses: Any, outputs: list[Any], sizes: list[int]) -> tuple[torch.Tensor, Any]:
+        """The last stage's loss, output and logs, on every rank of the pipeline."""
+        device = self._module.device
+        box: list[Any] = [None]
+        if self._share.pipeline.has_last_stage:
+            loss = weighted_mean(losses, sizes) if losses else torch.zeros(())
+            merged = merge_outputs(_without_loss(outputs) if losses else outputs, sizes=sizes)
+            box = [(loss, merged, self._recorder.take())]
+        if self._group.size() > 1:
+            box = tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), box)
+            dist.broadcast_object_list(box, group=self._group, group_src=self._group.size() - 1)
+        loss, merged, logs = tree_map_only(torch.Tensor, lambda t: t.detach().to(device), box[0])
+        self._recorder.emit(logs)
+        return loss, merged
+
+    def _count(self, size: int, training: bool) -> int:
+        """Micro-batches of a batch of `size` samples: as asked for, or as samples and schedule allow."""
+        stages = self._layout.pipeline
+        count = min(self._layout.num_microbatches or 2 * stages, size)
+        if training and self._layout.schedule == "interleaved1f1b" and stages > 1:
+            while count % max(1, count // stages):
+                count -= 1
+        return count
+
+    def _place(self, rest: list[Any]) -> str:
+        return "/".join(map(str, [self._module.current_epoch, *rest]))
+
+    def _loss_dtype(self) -> torch.dtype:
+        return next((p.dtype for p in self._module.parameters() if p.is_floating_point()), torch.float32)
+
+
+class _CarryGradients(torch.autograd.Function):
+    """A loss whose gradients are known: its backward puts them where they belong."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, carried: list[tuple[nn.Parameter, torch.Tensor]], factor: float) -> Any:
+        ctx.carried, ctx.factor = carried, factor
+        return loss.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if abs(float(gradient) / ctx.factor - 1) > 1e-6:
+            raise ModelError(
+                f"the loss was multiplied by {float(gradient):g} on its way to the backward, where {ctx.factor:g} was "
+                "expected. Under a pipeline the backward runs inside training_step: scale the loss there."
+            )
+        for parameter, value in ctx.carried:
+            parameter.grad = value
+        return None, None, None
+
+
+def _loss(output: Any) -> torch.Tensor:
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if not isinstance(loss, torch.Tensor) or loss.dim():
+        raise ModelError(
+            "under a pipeline training_step must return a scalar loss, or a dict with one under 'loss'; it returned "
+            f"{type(loss).__name__}."
+        )
+    return loss
+
+
+def _without_loss(outputs: list[Any]) -> list[Any]:
+    return [
+        {key: value for key, value in output.items() if key != "loss"} if isinstance(output, dict) else None
+        for output in outputs
+    ]
+
+
+def _signature(batch: Any, sizes: list[int]) -> Any:
+    leaves, spec = tree_flatten(batch)
+    shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return shapes, str(spec), tuple(sizes)
