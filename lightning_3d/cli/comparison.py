@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.parallel.held import HeldBytes, held_bytes
+from lightning_3d.parallel.share import Share
 from lightning_3d.strategies.three_d import ThreeDStrategy
 
 # Of the largest weight: less, and a comparison of weights would say nothing.
@@ -133,12 +134,12 @@ class Recorder(L.Callback):
     ) -> None:
         strategy = trainer.strategy
         if isinstance(strategy, ThreeDStrategy):
-            norm, root = strategy.gradient_norm(), strategy.share.root
+            norm, share = strategy.gradient_norm(), strategy.share
         else:
             gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
-            norm, root = torch.nn.utils.get_total_norm(gradients), pl_module
+            norm, share = torch.nn.utils.get_total_norm(gradients), Share(pl_module)
         self.record.gradient_norms.append(float(norm))
-        self.record.held = held_bytes(root, trainer.optimizers)
+        self.record.held = held_bytes(share, trainer.optimizers)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.record.final = _whole_state(trainer)
