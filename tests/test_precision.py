@@ -1,0 +1,116 @@
+"""What each precision keeps and computes in, in every layout, and that small updates add up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from modules import Rows, TinyGPT
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from training import Recorder, ordered, run, trainer_for
+
+from lightning_3d import Layout
+from lightning_3d.parallel.local import local_tensor
+
+pytestmark = pytest.mark.distributed
+
+LAYOUTS = ["single", "dp2", "zero1x2", "zero3x2"]
+
+# precision: (weights, gradients, moments, what a block's matrix product gives). As Lightning documents its plugins for
+# one process; sharding changes none of it.
+TABLE: dict[Any, tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]] = {
+    "64-true": (torch.float64, torch.float64, torch.float64, torch.float64),
+    "32-true": (torch.float32, torch.float32, torch.float32, torch.float32),
+    "bf16-true": (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    "bf16-mixed": (torch.float32, torch.float32, torch.float32, torch.bfloat16),
+}
+TOLERANCE = {"64-true": 1e-9, "32-true": 1e-4, "bf16-true": 3e-2, "bf16-mixed": 1e-2}
+
+
+class Observed(TinyGPT):
+    """Notes the dtypes of weights, gradients, moments, and of what the linear layers of blocks return."""
+
+    def on_fit_start(self) -> None:
+        self.found: dict[str, set[str]] = {name: set() for name in ("weights", "gradients", "moments", "block")}
+        for name, layer in self.named_modules():
+            if isinstance(layer, nn.Linear) and ".layers." in name:
+                layer.register_forward_hook(lambda _, __, output: self.found["block"].add(str(output.dtype)))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            self.found["weights"].add(str(local_tensor(parameter).dtype))
+            assert parameter.grad is not None
+            self.found["gradients"].add(str(local_tensor(parameter.grad).dtype))
+
+    def on_train_end(self) -> None:
+        optimizer: Any = self.optimizers()
+        for state in optimizer.state.values():
+            self.found["moments"] |= {str(local_tensor(state[name]).dtype) for name in ("exp_avg", "exp_avg_sq")}
+
+
+def fit(layout: str | None, precision: str) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    recorder, module = Recorder(), Observed()
+    trainer = trainer_for(layout, max_epochs=2, precision=precision, callbacks=[recorder], gradient_clip_val=1.0)
+    replicas = Layout.parse(layout).data if layout else 1
+    trainer.fit(module, ordered(Rows(), replicas=replicas), ordered(Rows(16), replicas=replicas))
+    return {"losses": recorder.losses, "found": module.found, "val_loss": float(trainer.callback_metrics["val_loss"])}
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Any]:
+    return {precision: run(None, fit, precision)[0] for precision in TABLE}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("precision", TABLE)
+def test_dtypes_are_those_of_the_table_and_losses_those_of_auto(layout: str, precision: str, plain: Any) -> None:
+    expected = plain[precision]
+    table = dict(
+        zip(("weights", "gradients", "moments", "block"), ({str(dtype)} for dtype in TABLE[precision]), strict=True)
+    )
+    assert expected["found"] == table
+    for got in run(layout, fit, precision):
+        assert got["found"] == table
+        assert got["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE[precision])
+        assert got["val_loss"] == pytest.approx(expected["val_loss"], rel=TOLERANCE[precision])
+        assert got["losses"][-1] < got["losses"][0]
+
+
+class Small(L.LightningModule):
+    """Moves by 1e-4 of its weight a step: less than bfloat16 can tell from nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        for layer in self.layers:
+            nn.init.ones_(layer.weight)  # type: ignore[arg-type]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.layers(batch[0]).float().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        # Adam's step is the learning rate, whatever the size of the gradient.
+        return torch.optim.Adam(self.parameters(), lr=1e-4)
+
+
+def fit_small(layout: str, precision: str) -> float:
+    module = Small()
+    trainer = trainer_for(layout, max_epochs=1, precision=precision)
+    rows = TensorDataset(torch.ones(200 * 2, 4))
+    trainer.fit(module, DataLoader(rows, batch_size=2 // Layout.parse(layout).data))
+    assert trainer.global_step == 200
+    return max(float((local_tensor(p).float() - 0.98).abs().max()) for p in module.parameters())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_hundred_tiny_updates_add_up_in_mixed_precision(layout: str) -> None:
+    assert max(run(layout, fit_small, "bf16-mixed")) < 1e-4
+
+
+def test_tiny_updates_are_lost_where_weights_are_bfloat16() -> None:
+    """What the test above would see if the weights were not kept in float32."""
+    assert run("single", fit_small, "bf16-true")[0] == pytest.approx(0.02, abs=1e-2)
