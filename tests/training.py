@@ -49,10 +49,13 @@ def ordered(dataset: Dataset, *, replicas: int, global_batch: int = GLOBAL_BATCH
     return DataLoader(dataset, batch_size=global_batch // replicas, **kwargs)
 
 
-def trainer_for(layout: str | None, **kwargs: Any) -> L.Trainer:
+def trainer_for(layout: str | None, *, num_microbatches: int | None = None, **kwargs: Any) -> L.Trainer:
     """A quiet CPU Trainer; `layout` None is strategy="auto" in one process."""
     parsed = Layout.parse(layout) if layout else None
-    strategy: Any = ThreeDStrategy(**parsed.as_dict(), timeout_seconds=60) if parsed else "auto"
+    strategy: Any = "auto"
+    if parsed:
+        settings = {**parsed.as_dict(), "num_microbatches": num_microbatches}
+        strategy = ThreeDStrategy(**settings, timeout_seconds=60)
     defaults: dict[str, Any] = {
         "logger": False,
         "enable_checkpointing": False,

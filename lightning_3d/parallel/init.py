@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_any, tree_flatten, tree_map_only
 
 from lightning_3d.errors import ModelError
 from lightning_3d.parallel.local import local_tensor
@@ -258,6 +258,7 @@ def materialize_(
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swap)
     _move_whole_(module, device)
+    _fill_attributes_(module, recording, device)
     filled: set[int] = set()
     for name, target in _named_tensors(module):
         if name not in sources or id(target) in filled:
@@ -267,6 +268,19 @@ def materialize_(
         if isinstance(target, DTensor):
             value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None).to_local()
         local_tensor(target).copy_(value)
+
+
+def _fill_attributes_(module: nn.Module, recording: Recording, device: torch.device) -> None:
+    """Tensors that modules keep as plain attributes (a torchmetrics state, say), which no list of parameters names."""
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, torch.device) and value.type == "meta":
+                part.__dict__[name] = device
+            if name in ("_parameters", "_buffers", "_modules") or not tree_any(_is_meta, value):
+                continue
+            part.__dict__[name] = tree_map_only(
+                torch.Tensor, lambda t: recording.replay(t, device=device) if t.is_meta else t, value
+            )
 
 
 def _move_whole_(module: nn.Module, device: torch.device) -> None:

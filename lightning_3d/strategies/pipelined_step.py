@@ -48,7 +48,7 @@ class PipelinedStep:
         self._share = share
         self._layout = layout
         self._group = group
-        self._data_rank = data_group.rank()
+        self._data_group = data_group
         self.seed = seed
         self._running = False
         self._recorder = LogRecorder(module)
@@ -66,6 +66,9 @@ class PipelinedStep:
             factor: that Lightning will multiply the loss by before its backward.
             first, last: whether this batch begins and ends an accumulation window.
         """
+        if first:
+            # The module shows the parameters that the optimizer has, whatever an evaluation has gathered.
+            self._share.reshard()
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         if first:
             # The last window's, which Lightning clears only after this step.
@@ -127,7 +130,7 @@ class PipelinedStep:
                     step,
                     sizes=sizes,
                     signature=_signature(batch, sizes),
-                    seed=f"{self.seed}/{function.__name__}/{self._place(rest)}/{self._data_rank}",
+                    seed=f"{self.seed}/{function.__name__}/{self._place(rest)}/{self._data_group.rank()}",
                     training=training,
                     sync=last,
                     loss_dtype=torch.get_default_dtype() if not training else self._loss_dtype(),
@@ -155,6 +158,11 @@ class PipelinedStep:
         """Micro-batches of a batch of `size` samples: as asked for, or as samples and schedule allow."""
         stages = self._layout.pipeline
         count = min(self._layout.num_microbatches or 2 * stages, size)
+        if self._layout.data > 1 and self._layout.zero_stage >= 2:
+            # Each micro-batch gathers or reduces over data-parallel ranks, whose last batches may differ in size.
+            fewest = torch.tensor(count, device=self._module.device)
+            dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=self._data_group)
+            count = int(fewest)
         if training and self._layout.schedule == "interleaved1f1b" and stages > 1:
             while count % max(1, count // stages):
                 count -= 1

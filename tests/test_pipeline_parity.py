@@ -1,0 +1,147 @@
+"""An unmodified step trains under a pipeline as in one process, in float64, for every schedule and ZeRO stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from modules import Points, Rows, TinyGPT
+from pipelined_modules import MLP, Encoder, HuggingFace, Sentences, collate
+from test_zero_parity import CASES, fit_gpt, largest_difference, replicas
+from training import Recorder, ordered, run, trainer_for, whole_weights
+
+pytestmark = pytest.mark.distributed
+
+LAYOUTS = ["pp2", "pp2@gpipe", "dp2-pp2", "zero1x2-pp2", "zero2x2-pp2", "zero3x2-pp2"]
+
+
+def united(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """The whole model's weights; copies of one weight must be equal to the bit."""
+    weights: dict[str, torch.Tensor] = {}
+    for rank in ranks:
+        for name, value in rank["weights"].items():
+            assert torch.equal(weights.setdefault(name, value), value), name
+    return weights
+
+
+@pytest.fixture(scope="module", params=["plain", "accumulated and clipped by norm"])
+def gpt_case(request: pytest.FixtureRequest) -> tuple[Any, dict[str, Any]]:
+    case = CASES[request.param]
+    return case, run(None, fit_gpt, *case)[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tied_gpt_trains_as_in_one_process(layout: str, gpt_case: Any) -> None:
+    case, expected = gpt_case
+    ranks = run(layout, fit_gpt, *case)
+    for got in ranks:
+        assert got["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+        assert got["norms"] == pytest.approx(expected["norms"], rel=1e-9)
+        assert got["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-9)
+    assert largest_difference(united(ranks), expected["weights"]) < 1e-9
+
+
+def fit_encoder(layout: str | None, accumulate: int) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    recorder, module = Recorder(), Encoder()
+    trainer = trainer_for(
+        layout,
+        max_epochs=2,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=0.5,
+        precision="64-true",
+        callbacks=[recorder],
+    )
+    count = replicas(layout)
+    loaders = [ordered(Sentences(size), replicas=count, collate_fn=collate) for size in (29, 21)]
+    trainer.fit(module, *loaders)
+    predictions: Any = trainer.predict(module, loaders[1])
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {
+        "losses": recorder.losses,
+        "norms": recorder.norms,
+        "metrics": metrics,
+        "weights": whole_weights(module),
+        "logits": torch.cat([batch["logits"] for batch in predictions]),
+        "kinds": {batch["kind"] for batch in predictions},
+    }
+
+
+@pytest.fixture(scope="module")
+def encoder() -> dict[str, Any]:
+    return run(None, fit_encoder, 2)[0]
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp4", "pp2@interleaved1f1b", "zero3x2-pp2"])
+def test_encoder_that_nobody_tuned_trains_as_in_one_process(layout: str, encoder: dict[str, Any]) -> None:
+    ranks = run(layout, fit_encoder, 2)
+    for got in ranks:
+        if "zero" not in layout:
+            # Two data-parallel ranks average means of unequal halves where a batch's size is odd.
+            assert got["losses"] == pytest.approx(encoder["losses"], rel=1e-9)
+            assert got["norms"] == pytest.approx(encoder["norms"], rel=1e-9)
+            assert got["metrics"] == pytest.approx(encoder["metrics"], rel=1e-9)
+        assert got["metrics"] == ranks[0]["metrics"] or "zero" in layout
+        assert got["kinds"] == {"class"}
+    if "zero" not in layout:
+        assert largest_difference(united(ranks), encoder["weights"]) < 1e-9
+        assert torch.allclose(ranks[0]["logits"], encoder["logits"], rtol=0, atol=1e-9)
+    assert len(ranks[0]["logits"]) == 21
+
+
+def fit_mlp(layout: str | None) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    recorder, module = Recorder(), MLP()
+    trainer = trainer_for(layout, max_epochs=1, precision="64-true", callbacks=[recorder])
+    trainer.fit(module, ordered(Points(43), replicas=replicas(layout)))
+    return {"losses": recorder.losses, "norms": recorder.norms, "weights": whole_weights(module)}
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp3"])
+def test_sequential_of_unlike_layers_trains_with_a_short_last_batch(layout: str) -> None:
+    expected, ranks = run(None, fit_mlp)[0], run(layout, fit_mlp)
+    assert ranks[0]["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+    assert ranks[0]["norms"] == pytest.approx(expected["norms"], rel=1e-9)
+    assert largest_difference(united(ranks), expected["weights"]) < 1e-9
+
+
+def fit_hf(layout: str | None, kind: str, labels: bool) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    torch.set_default_dtype(torch.float64)
+    recorder, module = Recorder(), HuggingFace(kind, labels=labels)
+    trainer = trainer_for(layout, max_steps=3, precision="64-true", callbacks=[recorder])
+    trainer.fit(module, ordered(Rows(24), replicas=replicas(layout)))
+    return {"losses": recorder.losses, "norms": recorder.norms, "weights": whole_weights(module)}
+
+
+@pytest.mark.parametrize("labels", [False, True])
+@pytest.mark.parametrize(("kind", "layout"), [("llama", "pp2"), ("gpt2", "pp2"), ("qwen2", "zero3x2-pp2")])
+def test_hugging_face_models_train_as_in_one_process(kind: str, layout: str, labels: bool) -> None:
+    expected, ranks = run(None, fit_hf, kind, labels)[0], run(layout, fit_hf, kind, labels)
+    # Their own loss, norms and rotary tables are computed in float32.
+    tolerance = 1e-6
+    for got in ranks:
+        assert got["losses"] == pytest.approx(expected["losses"], rel=tolerance)
+        assert got["norms"] == pytest.approx(expected["norms"], rel=tolerance)
+    united(ranks)
+
+
+def fit_noisy(layout: str, microbatches: int) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    module = Encoder(dropout=0.3, noise=0.3, lazy=True)
+    recorder = Recorder()
+    trainer = trainer_for(layout, num_microbatches=microbatches, max_steps=4, callbacks=[recorder])
+    trainer.fit(module, ordered(Sentences(29), replicas=1, collate_fn=collate))
+    return {"losses": recorder.losses, "weights": whole_weights(module)}
+
+
+def test_random_numbers_do_not_depend_on_the_cuts() -> None:
+    expected = run("single", fit_noisy, 4)[0]
+    assert len(set(expected["losses"])) == 4
+    for layout in ("pp2", "pp2@gpipe", "pp2@interleaved1f1b", "pp4"):
+        ranks = run(layout, fit_noisy, 4)
+        assert ranks[0]["losses"] == expected["losses"], layout
+        got = united(ranks)
+        assert all(torch.equal(got[name], expected["weights"][name]) for name in got), layout
