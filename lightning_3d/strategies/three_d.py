@@ -34,6 +34,7 @@ from lightning_3d.parallel.mesh import build_mesh, data_parallel_group
 from lightning_3d.parallel.share import Share
 from lightning_3d.parallel.staged import StagedModule
 from lightning_3d.strategies import resume
+from lightning_3d.strategies.agreement import agree_on_best, agree_on_plateaus, show_whole_scalars
 from lightning_3d.strategies.launch import ScriptLauncher
 from lightning_3d.strategies.pipelined_step import Context, PipelinedStep
 from lightning_3d.strategies.predictions import gather_predictions
@@ -192,6 +193,8 @@ class ThreeDStrategy(ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self.setup_optimizers(trainer)
+            if self.lightning_module.automatic_optimization:
+                agree_on_plateaus(self.lr_scheduler_configs, reduce=self.reduce)
         self.setup_precision_plugin()
         if fitting:
             self._separate_random_streams()
@@ -235,6 +238,7 @@ class ThreeDStrategy(ParallelStrategy):
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
         plugin: Any = self.precision_plugin
+        show_whole_scalars(plugin)
         # Stock clipping knows neither several axes nor a mix of sharded and whole parameters.
         plugin.clip_grad_by_norm = lambda optimizer, clip_val: clip_by_norm_(
             plugin.main_params(optimizer), max_norm=clip_val, share=self.share
@@ -380,6 +384,9 @@ class ThreeDStrategy(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if storage_options is not None:
             raise ConfigError("save_checkpoint(storage_options=...) has no use here: ranks write a folder themselves.")
+        assert self.lightning_module is not None
+        callbacks = self.lightning_module.trainer.checkpoint_callbacks
+        agree_on_best(callbacks, broadcast=self.broadcast, device=self.root_device)
         resume.save(self, checkpoint, Path(self.broadcast(os.fspath(filepath))))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
