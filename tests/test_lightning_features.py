@@ -20,10 +20,11 @@ from training import Recorder, ordered, run, trainer_for, whole, whole_weights
 
 from lightning_3d import Layout
 from lightning_3d.checkpoint import store
+from lightning_3d.errors import ModelError
 
 pytestmark = pytest.mark.distributed
 
-LAYOUTS = ["dp2", "zero3x2"]
+LAYOUTS = ["dp2", "zero1x2", "zero3x2"]
 
 
 class Block(nn.Module):
@@ -114,6 +115,7 @@ def settings_that_shorten_a_run(layout: str | None, folder: Path) -> Any:
         "overfit": {"overfit_batches": 2},
         "limits": {"limit_train_batches": 2, "limit_val_batches": 1},
         "fractions": {"limit_train_batches": 0.67, "val_check_interval": 0.5, "max_steps": 5},
+        "inside a window": {"val_check_interval": 1, "accumulate_grad_batches": 2},
     }.items():
         module = fresh(Net)
         trainer, got = fit(layout, module, **kwargs)
@@ -265,9 +267,29 @@ class Toggled(Net):
         self.scale.requires_grad_(self.current_epoch == 2)
 
 
+class ToggledInside(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+    def output(self, features: torch.Tensor) -> torch.Tensor:
+        return super().output(features) / self.temperature
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.scale.requires_grad_(batch_idx != 1)
+        self.head.requires_grad_(batch_idx != 2)
+        self.temperature.requires_grad_(batch_idx != 0)
+        return super().training_step(batch, batch_idx)
+
+
 @case
 def parameters_frozen_for_an_epoch(layout: str | None, folder: Path) -> Any:
     return fit(layout, fresh(Toggled))[1]
+
+
+@case
+def parameters_frozen_for_a_step(layout: str | None, folder: Path) -> Any:
+    return fit(layout, fresh(ToggledInside))[1]
 
 
 class Thaw(BaseFinetuning):
@@ -310,14 +332,15 @@ class Encoder(nn.Module):
 
 
 class ByMethod(Net):
-    """Never calls its children's forward: a method, and a weight used as it is."""
+    """Calls a method of a child, and uses parameters as they are."""
 
     def __init__(self) -> None:
         super().__init__()
         self.encoder = Encoder()
+        self.mixer = nn.Parameter(torch.eye(6))
 
     def output(self, features: torch.Tensor) -> torch.Tensor:
-        hidden = self.encoder.encode(features) @ self.blocks[0].linear.weight.T  # type: ignore[operator, union-attr]
+        hidden = self.encoder.encode(features) @ self.mixer
         return F.linear(hidden, self.head.weight, self.head.bias) * self.scale
 
 
@@ -345,9 +368,23 @@ class Recomputed(Net):
 
 @case
 def a_child_s_method_and_a_raw_parameter(layout: str | None, folder: Path) -> Any:
-    module = fresh(ByMethod)
-    module.blocks[1].requires_grad_(False)
-    return fit(layout, module)[1]
+    return fit(layout, fresh(ByMethod))[1]
+
+
+class Reaching(Net):
+    """Reaches into a block for a weight of it."""
+
+    def output(self, features: torch.Tensor) -> torch.Tensor:
+        return self.head(features @ self.blocks[0].linear.weight) * self.scale  # type: ignore[operator, union-attr]
+
+
+@alike
+def a_weight_taken_out_of_a_block_is_refused_where_it_is_sharded(layout: str | None, folder: Path) -> Any:
+    if layout == "dp2":
+        return fit(layout, fresh(Reaching))[1]
+    with pytest.raises(ModelError, match="used outside of that block's forward.*zero_stage=0"):
+        fit(layout, fresh(Reaching))
+    return None
 
 
 @case

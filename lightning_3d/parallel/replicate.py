@@ -38,10 +38,17 @@ class ReplicatedModule(Share):
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._averager.follow_frozen()
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        self._averager.follow_unfrozen()
+        return result
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self._averager.paused()
+
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        self._averager.follow_unfrozen()
+        yield
 
 
 class GradientAverager:
@@ -64,7 +71,7 @@ class GradientAverager:
         self._bucket_bytes = bucket_bytes
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
-        self._hooks: list[Any] = []
+        self._hooks: dict[int, Any] = {}
         self._next = 0
         self._reducing = False
         self._enabled = True
@@ -80,15 +87,23 @@ class GradientAverager:
 
     def follow_frozen(self) -> None:
         """To be called before each forward: parameters may have been frozen or unfrozen since the last."""
-        trainable = [p for p in self._parameters if p.requires_grad]
-        if {id(p) for p in trainable} == set(self._bucket_of):
+        self._average([p for p in self._parameters if p.requires_grad])
+
+    def follow_unfrozen(self) -> None:
+        """To be called before each backward: the step may have unfrozen parameters, or frozen some that it had used."""
+        self._average([p for p in self._parameters if p.requires_grad or id(p) in self._bucket_of])
+
+    def _average(self, parameters: list[nn.Parameter]) -> None:
+        wanted = {id(p): p for p in parameters}
+        if wanted.keys() == self._bucket_of.keys():
             return
-        for hook in self._hooks:
-            hook.remove()
+        for key in self._hooks.keys() - wanted.keys():
+            self._hooks.pop(key).remove()
+        for key in wanted.keys() - self._hooks.keys():
+            self._hooks[key] = wanted[key].register_post_accumulate_grad_hook(self._on_gradient)
         # Gradients come in the reverse of the forward's order, which is about the order of registration.
-        self._buckets = list(_pack(trainable[::-1], self._bucket_bytes))
+        self._buckets = list(_pack(parameters[::-1], self._bucket_bytes))
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
-        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in trainable]
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if not self._enabled:

@@ -13,13 +13,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from lightning_3d.errors import ModelError
 from lightning_3d.parallel.replicate import GradientAverager
 from lightning_3d.parallel.share import Share
+
+# What DTensor says when an ordinary tensor meets a part.
+_MIXED = "mixed torch.Tensor and DTensor"
 
 
 class ShardedModule(Share):
@@ -49,6 +54,8 @@ class ShardedModule(Share):
         self.stage = stage
         self._hooked: set[int] = set()
         self._running = False
+        # Whether a gradient was wanted at the last run, by the id of FSDP2's record of the parameter.
+        self._trained: dict[int, bool] = {}
         # One number cannot be sharded: scalars (a learned temperature, say) stay whole and are averaged.
         scalars = {p for p in module.parameters() if p.dim() == 0}
         self._averager = GradientAverager([p for p in module.parameters() if p in scalars], group=group)
@@ -64,15 +71,36 @@ class ShardedModule(Share):
         return [self._root]
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Parameters may have been frozen or unfrozen since the last run.
         self._averager.follow_frozen()
-        for parameter in fsdp_parameters(self._root):
-            _require_grad(parameter, parameter.sharded_param.requires_grad)
+        self._follow_frozen()
         self._running = True
         try:
-            return self._root(self._hook_and_call, function, *args, **kwargs)
+            result = self._root(self._hook_and_call, function, *args, **kwargs)
+            self._averager.follow_unfrozen()
+            return result
+        except RuntimeError as error:
+            if _MIXED not in str(error):
+                raise
+            raise ModelError(
+                "a parameter of a repeated block was used outside of that block's forward, where only this rank's part "
+                f"of it is there ({str(error).splitlines()[0]}). Call the block itself, or set zero_stage=0."
+            ) from error
         finally:
             self._running = False
+            if not torch.is_grad_enabled():
+                # No backward follows. Hooks that freeze, unfreeze or collect parameters must see those that stay.
+                self.reshard()
+
+    def _follow_frozen(self) -> None:
+        """The user may have frozen or unfrozen either form of a parameter since the last run: the one in its place."""
+        for parameter in fsdp_parameters(self._root):
+            sharded = parameter.sharded_param
+            if hasattr(parameter, "_unsharded_param"):
+                before = self._trained.get(id(parameter), sharded.requires_grad)
+                if sharded.requires_grad == before:
+                    sharded.requires_grad_(parameter._unsharded_param.requires_grad)
+                _require_grad(parameter, sharded.requires_grad)
+            self._trained[id(parameter)] = sharded.requires_grad
 
     def _hook_and_call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._hook_gradients()
@@ -94,6 +122,7 @@ class ShardedModule(Share):
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
+        self._averager.follow_unfrozen()
         trained = [p for p in fsdp_parameters(self._root) if _is_trained(p)]
         # What the user toggled off since the run began must get no gradient.
         for parameter in trained:
