@@ -52,21 +52,23 @@ class Summary:
 def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
     results: dict[str, dict[str, list[list[RankResult]]]] = {}
+    summaries: dict[str, dict[str, Summary]] = {}
     for layout in options.layouts:
-        runs = results.setdefault(layout, {contender: [] for contender in CONTENDERS})
+        runs: dict[str, list[list[RankResult]]] = {contender: [] for contender in CONTENDERS}
         for number in range(options.rounds):
             for contender in CONTENDERS if number % 2 == 0 else CONTENDERS[::-1]:
                 ranks = run_once(contender, layout, steps=options.steps, batch=options.batch, timeout=options.timeout)
                 runs[contender].append(ranks)
                 wall = statistics.median(_step_walls(ranks, skip=options.skip))
-                print(f"# {layout} {contender}, round {number + 1}: {wall:.3f} s", file=sys.stderr, flush=True)
-    summaries = {
-        layout: {contender: summarize(runs[contender], skip=options.skip) for contender in CONTENDERS}
-        for layout, runs in results.items()
-    }
+                cpu = statistics.median(_step_cpus(ranks, skip=options.skip))
+                told = f"# {layout} {contender}, round {number + 1}: {wall:.3f} s, CPU {cpu:.3f} s"
+                print(told, file=sys.stderr, flush=True)
+        results[layout] = runs
+        summaries[layout] = {contender: summarize(runs[contender], skip=options.skip) for contender in CONTENDERS}
+        # After each layout, so that a run that is stopped keeps what it has measured.
+        if options.out is not None:
+            _write(options, summaries, results)
     failures = print_table(summaries, limit=options.limit)
-    if options.out is not None:
-        _write(options, summaries, results)
     return 1 if failures else 0
 
 
