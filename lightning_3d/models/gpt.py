@@ -129,6 +129,17 @@ class GPT(nn.Module):
         self.register_buffer("rotary_cos", cos, persistent=False)
         self.register_buffer("rotary_sin", sin, persistent=False)
 
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """How tensor parallelism splits each module, by name."""
+        outputs = ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3")
+        return {
+            "embed": "vocabulary",
+            **{f"layers.*.{name}": "colwise" for name in outputs},
+            "layers.*.attention.wo": "rowwise",
+            "layers.*.feed_forward.w2": "rowwise",
+            "head": "colwise_gather_output",
+        }
+
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]
         if length > self.config.max_sequence_length:

@@ -19,21 +19,30 @@ from lightning_3d.parallel.replicate import ReplicatedModule
 from lightning_3d.parallel.share import Share
 from lightning_3d.parallel.staged import StagedModule
 from lightning_3d.parallel.stages import SplitModule
+from lightning_3d.parallel.tensor import Region
+from lightning_3d.parallel.tensor_plan import apply_tensor_parallel, resolve_plan
 from lightning_3d.parallel.zero import ShardedModule
 
 
 def compose(
-    module: nn.Module, *, layout: Layout, mesh: DeviceMesh, device: torch.device, recording: Recording
+    module: nn.Module,
+    *,
+    layout: Layout,
+    mesh: DeviceMesh,
+    device: torch.device,
+    recording: Recording,
+    loss_parallel: bool = False,
 ) -> Share:
     """Give this rank its share of `module`, which is changed in place; collective.
 
     Args:
         module: whole; on the meta device where it was built under `recording`, else with values (rank 0's count).
         layout: resolved, that of `mesh`.
+        loss_parallel: whether logits stay split over the vocabulary.
 
     Raises:
         ModelError: parameters on the meta device that have no initial value, modules that differ between ranks, or a
-            module that cannot be cut into the pipeline's stages.
+            module that cannot be cut into the pipeline's stages or split over tensor-parallel ranks.
     """
     _check_equal(module)
     sources = meta_tensors(module)
@@ -41,9 +50,15 @@ def compose(
     if layout.world_size > 1:
         _broadcast_values_(module, device=device)
 
-    share: Share
+    plan = resolve_plan(module) if layout.tensor > 1 else {}
+    split = None
     if layout.pipeline > 1 or layout.num_microbatches is not None:
-        share = apply_pipeline(module, layout=layout, mesh=mesh, device=device)
+        split = split_stages(module, layout=layout, mesh=mesh, device=device)
+    if plan:
+        apply_tensor_parallel(module, plan, region=Region(mesh["tp"], loss_parallel=loss_parallel))
+    share: Share
+    if split is not None:
+        share = apply_pipeline(split, layout=layout, mesh=mesh, device=device)
     else:
         share = apply_data_parallel(module, blocks=repeated_blocks(module), layout=layout, mesh=mesh)
 
@@ -51,20 +66,23 @@ def compose(
     return share
 
 
-def apply_pipeline(module: nn.Module, *, layout: Layout, mesh: DeviceMesh, device: torch.device) -> StagedModule:
-    """Keep this rank's stages of a module, each under data parallelism of its own."""
+def split_stages(module: nn.Module, *, layout: Layout, mesh: DeviceMesh, device: torch.device) -> SplitModule:
+    """Keep this rank's stages of a module."""
     size, rank = layout.pipeline, mesh.get_local_rank("pp")
     per_rank = STAGES_PER_RANK[layout.schedule] if size > 1 else 1
-    split = SplitModule(
-        module, num_stages=size * per_rank, local=[rank + size * i for i in range(per_rank)], device=device
-    )
+    local = [rank + size * i for i in range(per_rank)]
+    return SplitModule(module, num_stages=size * per_rank, local=local, device=device)
+
+
+def apply_pipeline(split: SplitModule, *, layout: Layout, mesh: DeviceMesh, device: torch.device) -> StagedModule:
+    """Each of a rank's stages under data parallelism of its own, run by a schedule."""
     shares = [
         apply_data_parallel(split.pieces(stage), blocks=split.blocks(stage), layout=layout, mesh=mesh)
         for stage in split.stages
     ]
     split.watch()
     pipeline = Pipeline(split, shares=shares, group=mesh["pp"].get_group(), schedule=layout.schedule, device=device)
-    return StagedModule(module, pipeline=pipeline, shares=shares, mesh=mesh)
+    return StagedModule(split.module, pipeline=pipeline, shares=shares, mesh=mesh)
 
 
 def apply_data_parallel(module: nn.Module, *, blocks: list[nn.Module], layout: Layout, mesh: DeviceMesh) -> Share:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from lightning_3d.parallel.local import local_tensor
 from lightning_3d.parallel.share import Share
@@ -84,6 +84,6 @@ def _by_sharding(gradients: list[torch.Tensor]) -> dict[tuple[ProcessGroup, ...]
         groups: tuple[ProcessGroup, ...] = ()
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
-            groups = tuple(mesh.get_group(i) for i, p in enumerate(gradient.placements) if isinstance(p, Shard))
+            groups = tuple(mesh.get_group(i) for i, p in enumerate(gradient.placements) if not p.is_replicate())
         found.setdefault(groups, []).append(gradient)
     return found

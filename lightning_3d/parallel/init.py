@@ -286,7 +286,7 @@ def _fill_attributes_(module: nn.Module, recording: Recording, device: torch.dev
 def _move_whole_(module: nn.Module, device: torch.device) -> None:
     """Move what FSDP2 does not manage; parameters keep their identity."""
     for parameter in module.parameters():
-        if not isinstance(parameter, DTensor) and (parameter.is_meta or parameter.device != device):
+        if parameter.is_meta or parameter.device != device:
             moved = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.to(device)
             torch.utils.swap_tensors(parameter, nn.Parameter(moved.detach(), parameter.requires_grad))
     for part in module.modules():

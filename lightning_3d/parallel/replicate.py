@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from lightning_3d.errors import ModelError
+from lightning_3d.parallel.local import local_tensor
 from lightning_3d.parallel.share import Share
 
 # A bucket is large enough to use a link well and small enough to be sent while the backward goes on (DDP's default).
@@ -129,10 +130,14 @@ class GradientAverager:
         Variable._execution_engine.queue_callback(self._finish)
 
     def _send(self, bucket: _Bucket) -> None:
-        first = bucket.parameters[0]
+        # Tensor-parallel parameters are replicated part by part.
+        held = [local_tensor(p) for p in bucket.parameters]
         used = torch.tensor([float(p.grad is not None) for p in bucket.parameters])
-        parts = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in bucket.parameters]
-        flat = torch.cat([*parts, used.to(first)])
+        parts = [
+            torch.zeros_like(mine).flatten() if p.grad is None else local_tensor(p.grad).flatten()
+            for p, mine in zip(bucket.parameters, held, strict=True)
+        ]
+        flat = torch.cat([*parts, used.to(held[0])])
         flat[: -len(used)].div_(self._group.size())
         bucket.flat = flat
         bucket.work = dist.all_reduce(flat, group=self._group, async_op=True)
@@ -145,14 +150,15 @@ class GradientAverager:
         for bucket in self._buckets:
             assert bucket.work is not None and bucket.flat is not None
             bucket.work.wait()
-            sizes = [p.numel() for p in bucket.parameters]
+            sizes = [local_tensor(p).numel() for p in bucket.parameters]
             *averages, used = bucket.flat.split([*sizes, len(sizes)])
             for parameter, average, count in zip(bucket.parameters, averages, used.tolist(), strict=True):
                 if count == 0:
                     continue
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(average.view_as(parameter))
+                mine = local_tensor(parameter.grad)
+                mine.copy_(average.view_as(mine))
             bucket.work = bucket.flat = None
 
 

@@ -134,8 +134,11 @@ def share_metrics(
     for part in module.modules():
         if not isinstance(part, Metric) or "_lightning_3d_shared" in part.__dict__:
             continue
+        # Ranks that differ in another axis hold copies.
         part.process_group = data_group
         part.__dict__["_lightning_3d_shared"] = True
+        if pipeline_group.size() == 1:
+            continue
 
         def compute(*args: Any, original: Any = part.compute, **kwargs: Any) -> Any:
             if running():

@@ -17,7 +17,7 @@ from lightning_3d.errors import ModelError
 from lightning_3d.layout import Layout
 from lightning_3d.parallel.microbatch import batch_size, merge_outputs, split_batch, weighted_mean
 from lightning_3d.parallel.staged import StagedModule
-from lightning_3d.strategies.logs import LogRecorder, share_metrics
+from lightning_3d.strategies.logs import LogRecorder
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -50,10 +50,8 @@ class PipelinedStep:
         self._group = group
         self._data_group = data_group
         self.seed = seed
-        self._running = False
+        self.running = False
         self._recorder = LogRecorder(module)
-        if group.size() > 1:
-            share_metrics(module, pipeline_group=group, data_group=data_group, running=lambda: self._running)
 
     def train(
         self, args: tuple[Any, ...], *, context: Context, factor: float, first: bool, last: bool
@@ -123,7 +121,7 @@ class PipelinedStep:
             losses[index] = _loss(output)
             return losses[index] * (factor * sizes[index] / total)
 
-        self._running = True
+        self.running = True
         try:
             with self._recorder.recording():
                 pipeline.run(
@@ -136,7 +134,7 @@ class PipelinedStep:
                     loss_dtype=torch.get_default_dtype() if not training else self._loss_dtype(),
                 )
         finally:
-            self._running = False
+            self.running = False
         return self._share_results(losses if training else None, outputs, sizes)
 
     def _share_results(self, losses: Any, outputs: list[Any], sizes: list[int]) -> tuple[torch.Tensor, Any]:

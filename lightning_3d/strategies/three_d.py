@@ -25,7 +25,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_3d.errors import ConfigError, LayoutError
+from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout, Size
 from lightning_3d.parallel.compose import compose
 from lightning_3d.parallel.gradients import clip_by_norm_, clip_by_value_, global_norm
@@ -36,19 +36,23 @@ from lightning_3d.parallel.staged import StagedModule
 from lightning_3d.strategies import resume
 from lightning_3d.strategies.agreement import agree_on_best, agree_on_plateaus, show_whole_scalars
 from lightning_3d.strategies.launch import ScriptLauncher
+from lightning_3d.strategies.logs import share_metrics
+from lightning_3d.strategies.optimizers import step_by_kind
 from lightning_3d.strategies.pipelined_step import Context, PipelinedStep
 from lightning_3d.strategies.predictions import gather_predictions
 from lightning_3d.strategies.sampling import shard_dataloader
 
 
 class ThreeDStrategy(ParallelStrategy):
-    """Trains an ordinary LightningModule under data and pipeline parallelism with ZeRO sharding.
+    """Trains an ordinary LightningModule under data, tensor and pipeline parallelism with ZeRO sharding.
 
     Args:
         data_parallel_size, data_parallel_replicas, tensor_parallel_size, pipeline_parallel_size, zero_stage, schedule,
         num_microbatches: as in `Layout`.
         process_group_backend: None takes nccl for CUDA and gloo for the CPU.
         timeout_seconds: after which a rank that waits for another gives up.
+        loss_parallel: under tensor parallelism, keep logits split over the vocabulary: `F.cross_entropy` then runs on
+            the parts, and anything else gathers them.
 
     Raises:
         LayoutError: when the Trainer is built, before any process starts.
@@ -68,6 +72,7 @@ class ThreeDStrategy(ParallelStrategy):
         num_microbatches: int | None = None,
         process_group_backend: str | None = None,
         timeout_seconds: float = 1800,
+        loss_parallel: bool = False,
     ) -> None:
         super().__init__()
         self._layout = Layout(
@@ -79,8 +84,8 @@ class ThreeDStrategy(ParallelStrategy):
             schedule=schedule,
             num_microbatches=num_microbatches,
         )
-        _check_settings(process_group_backend, timeout_seconds)
-        _check_available(self._layout)
+        _check_settings(process_group_backend, timeout_seconds, loss_parallel)
+        self._loss_parallel = loss_parallel
         self._process_group_backend = process_group_backend
         self._timeout = timedelta(seconds=timeout_seconds)
         self.num_nodes = 1
@@ -149,8 +154,7 @@ class ThreeDStrategy(ParallelStrategy):
         self._layout = self._layout.resolve(self.num_processes * self.num_nodes)
         environment = self.cluster_environment
         assert environment is not None
-        if not environment.creates_processes_externally and self._layout.world_size > 1:
-            self._launcher = ScriptLauncher(environment, self.num_processes, self.num_nodes)
+        self._launcher = ScriptLauncher(environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -193,6 +197,8 @@ class ThreeDStrategy(ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                step_by_kind(optimizer)
             if self.lightning_module.automatic_optimization:
                 agree_on_plateaus(self.lr_scheduler_configs, reduce=self.reduce)
         self.setup_precision_plugin()
@@ -212,9 +218,23 @@ class ThreeDStrategy(ParallelStrategy):
             self._layer_sync.apply(module)
         with record_operations(self._recording):
             self.precision_plugin.convert_module(module)
-        share = compose(module, layout=self.layout, mesh=self.mesh, device=self.root_device, recording=self._recording)
+        share = compose(
+            module,
+            layout=self.layout,
+            mesh=self.mesh,
+            device=self.root_device,
+            recording=self._recording,
+            loss_parallel=self._loss_parallel,
+        )
         self._recording = Recording()
         module.to(self.root_device)
+        if self.layout.data < self.layout.world_size:
+            share_metrics(
+                module,
+                pipeline_group=self.mesh["pp"].get_group(),
+                data_group=data_parallel_group(self.mesh),
+                running=lambda: self._pipelined is not None and self._pipelined.running,
+            )
         if isinstance(share, StagedModule):
             self._pipelined = PipelinedStep(
                 module,
@@ -428,20 +448,15 @@ def _no_grad() -> Iterator[None]:
         yield
 
 
-def _check_settings(process_group_backend: str | None, timeout_seconds: float) -> None:
+def _check_settings(process_group_backend: str | None, timeout_seconds: float, loss_parallel: bool) -> None:
+    if not isinstance(loss_parallel, bool):
+        raise ConfigError(f"loss_parallel={loss_parallel!r} must be True or False.")
     if process_group_backend not in (None, "gloo", "nccl"):
         raise ConfigError(f"process_group_backend={process_group_backend!r} is unknown. Set None, 'gloo' or 'nccl'.")
     is_number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
     # A bound, for NaN, infinity and what a timedelta cannot hold.
     if not is_number or not 0 < timeout_seconds <= 1e9:
         raise ConfigError(f"timeout_seconds={timeout_seconds!r} is no positive number of seconds. Set 1800, say.")
-
-
-def _check_available(layout: Layout) -> None:
-    if layout.tensor_parallel_size != 1:
-        raise LayoutError(
-            f"tensor_parallel_size={layout.tensor_parallel_size!r} is not available yet. Set tensor_parallel_size=1."
-        )
 
 
 def _refuse_composed(module: L.LightningModule, strategy: ThreeDStrategy) -> None:

@@ -1,0 +1,161 @@
+"""Logits that stay split over the vocabulary: `F.cross_entropy` runs on the shards, anything else gets the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed import ProcessGroup
+
+# Operations that leave the last dimension alone: the result is split as before.
+_KEEPS_SPLIT = {
+    torch.Tensor.float, torch.Tensor.double, torch.Tensor.bfloat16, torch.Tensor.half, torch.Tensor.contiguous,
+}  # fmt: skip
+_SHAPE = {
+    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.ndimension, torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
+}  # fmt: skip
+
+
+class SplitLogits(torch.Tensor):
+    """This rank's part of logits along their last dimension, with the shape of the whole.
+
+    Reshaping over leading dimensions, slicing them and casting keep the split. `F.cross_entropy` over the last
+    dimension computes from the parts; every other function gets the gathered, ordinary tensor.
+    """
+
+    _part: torch.Tensor
+    _group: ProcessGroup
+    _sizes: list[int]
+    _gather: Callable[..., torch.Tensor]
+
+    @staticmethod
+    def wrap(
+        part: torch.Tensor, *, group: ProcessGroup, sizes: list[int], gather: Callable[..., torch.Tensor]
+    ) -> SplitLogits:
+        shape = (*part.shape[:-1], sum(sizes))
+        # Only its shape, dtype and device are looked at: the values are those of the part.
+        empty = torch.empty(1, dtype=part.dtype, device=part.device).expand(shape)
+        made = torch.Tensor._make_subclass(SplitLogits, empty)
+        made._part, made._group, made._sizes, made._gather = part, group, sizes, gather
+        return made
+
+    def whole(self) -> torch.Tensor:
+        return self._gather(self._part, self._group, self._sizes)
+
+    def _like(self, part: torch.Tensor) -> SplitLogits:
+        return SplitLogits.wrap(part, group=self._group, sizes=self._sizes, gather=self._gather)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        name = getattr(func, "__name__", "")
+        if isinstance(first, SplitLogits):
+            if name in ("__get__", "size", "dim", "is_floating_point", "element_size", "numel"):
+                # Shape, dtype, device and the like are the whole's; `grad_fn` and `requires_grad` the part's.
+                owner = getattr(func, "__self__", None)
+                if owner in (torch.Tensor.requires_grad, torch.Tensor.grad_fn):
+                    return func(first._part)
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if func is F.cross_entropy and _is_plain_loss(first, args, kwargs):
+                return _split_cross_entropy(first, *args[1:], **kwargs)
+            kept = _keep_split(first, func, name, args, kwargs)
+            if kept is not None:
+                return kept
+        unwrapped_args, unwrapped_kwargs = torch.utils._pytree.tree_map_only(
+            SplitLogits, lambda logits: logits.whole(), (args, kwargs)
+        )
+        return func(*unwrapped_args, **unwrapped_kwargs)
+
+
+def _keep_split(logits: SplitLogits, func: Any, name: str, args: Any, kwargs: Any) -> SplitLogits | None:
+    total = logits.shape[-1]
+    part = logits._part
+    if func in _KEEPS_SPLIT:
+        return logits._like(func(part))
+    if (
+        name in ("to", "type")
+        and not kwargs
+        and all(isinstance(value, torch.dtype | torch.device) for value in args[1:])
+    ):
+        return logits._like(part.to(*args[1:]))
+    if name in ("view", "reshape"):
+        shape = args[1] if len(args) == 2 and isinstance(args[1], tuple | list | torch.Size) else args[1:]
+        if len(shape) and shape[-1] == total and -1 not in shape[-1:]:
+            return logits._like(part.reshape(*shape[:-1], part.shape[-1]))
+    if name == "flatten":
+        start = args[1] if len(args) > 1 else kwargs.get("start_dim", 0)
+        end = args[2] if len(args) > 2 else kwargs.get("end_dim", -1)
+        if end % logits.dim() < logits.dim() - 1:
+            return logits._like(part.flatten(start, end))
+    if name == "__getitem__":
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        leading = [item for item in index if item is not Ellipsis]
+        plain = all(isinstance(item, slice | int) for item in leading)
+        whole_last = len(index) < logits.dim() or index[-1] == slice(None)
+        before_dots = Ellipsis not in index or (index[0] is Ellipsis and index[-1] == slice(None))
+        if plain and whole_last and before_dots:
+            return logits._like(part[args[1]])
+    return None
+
+
+def _is_plain_loss(logits: SplitLogits, args: Any, kwargs: Any) -> bool:
+    target = args[1] if len(args) > 1 else kwargs.get("target")
+    names = ("weight", "label_smoothing")
+    return (
+        logits.dim() == 2
+        and isinstance(target, torch.Tensor)
+        and target.dim() == 1
+        and not target.is_floating_point()
+        and len(args) <= 2
+        and not any(kwargs.get(name) for name in names)
+    )
+
+
+def _split_cross_entropy(
+    logits: SplitLogits,
+    target: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    weight: None = None,
+    label_smoothing: float = 0.0,
+    **_: Any,
+) -> torch.Tensor:
+    first = sum(logits._sizes[: logits._group.rank()])
+    losses = _SplitLoss.apply(logits._part, target, first, logits._group)
+    counted = target != ignore_index
+    losses = losses.masked_fill(~counted, 0.0)
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
+
+
+class _SplitLoss(torch.autograd.Function):
+    """Cross-entropy of each row from this rank's columns; two all-reduces of one number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, target: torch.Tensor, first: int, group: ProcessGroup) -> torch.Tensor:
+        peak = part.max(-1).values
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+        weights = (part - peak[:, None]).exp_()
+        index = target - first
+        inside = (index >= 0) & (index < part.shape[-1])
+        index = index.clamp(0, part.shape[-1] - 1)
+        chosen = part.gather(-1, index[:, None]).squeeze(-1) - peak
+        sums = torch.stack([weights.sum(-1), chosen.masked_fill(~inside, 0.0)])
+        dist.all_reduce(sums, group=group)
+        weights /= sums[0][:, None]
+        ctx.save_for_backward(weights, index, inside)
+        return sums[0].log() - sums[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        weights, index, inside = ctx.saved_tensors
+        result = weights * gradient[:, None]
+        result.scatter_add_(-1, index[:, None], -(gradient * inside)[:, None])
+        return result, None, None, None

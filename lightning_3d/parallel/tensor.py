@@ -1,0 +1,316 @@
+"""Tensor parallelism: parameters are DTensors on the axis `tp`, activations are plain local tensors.
+
+A split module computes with its part of the weight; one autograd function on each side of a split region does the
+collective: `copy_in` (identity forward, all-reduce backward) and `reduce_out` (all-reduce forward, identity backward).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from lightning_3d.errors import ModelError
+from lightning_3d.parallel.split_logits import SplitLogits
+
+_COPY = "_lightning_3d_copy"
+
+
+class Region:
+    """What the split modules of a rank share: the axis, and the random stream between two collectives.
+
+    Args:
+        mesh: the axis `tp`.
+        loss_parallel: whether logits stay split over the vocabulary.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, loss_parallel: bool = False) -> None:
+        self.mesh = mesh
+        self.group: ProcessGroup = mesh.get_group()
+        self.size = mesh.size()
+        self.rank = mesh.get_local_rank()
+        self.loss_parallel = loss_parallel
+        self._outside: torch.Tensor | None = None
+
+    def enter(self, *, training: bool) -> None:
+        """Activations are split from here on: dropout must differ between ranks."""
+        if training and self._outside is None:
+            # Drawn alike on all ranks, so that their streams outside stay equal.
+            seed = int(torch.randint(2**62, ()))
+            self._outside = torch.get_rng_state()
+            torch.default_generator.manual_seed(seed + self.rank)
+
+    def leave(self) -> None:
+        """Activations are about to be equal on all ranks again."""
+        if self._outside is not None:
+            torch.set_rng_state(self._outside)
+            self._outside = None
+
+
+class _CopyIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class _ReduceOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        tensor = tensor.contiguous()
+        dist.all_reduce(tensor, group=group)
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
+
+
+class _GatherOut(torch.autograd.Function):
+    """Parts along the last dimension to the whole; the parts' sizes may differ by one chunk's rest."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup, sizes: list[int]) -> torch.Tensor:
+        ctx.start, ctx.size = sum(sizes[: group.rank()]), tensor.shape[-1]
+        widest = max(sizes)
+        padded = F.pad(tensor, (0, widest - tensor.shape[-1])).contiguous()
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient.narrow(-1, ctx.start, ctx.size), None, None
+
+
+def copy_in(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """Into a split region; several modules that read one tensor share one all-reduce of its gradient."""
+    if tensor.is_leaf:
+        # A parameter outlives the step, and so would the copy.
+        return _CopyIn.apply(tensor, group)
+    copied = getattr(tensor, _COPY, None)
+    if copied is None or copied.requires_grad != (tensor.requires_grad and torch.is_grad_enabled()):
+        copied = _CopyIn.apply(tensor, group)
+        setattr(tensor, _COPY, copied)
+    return copied
+
+
+def reduce_out(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """Out of a split region: the sum of all ranks' partial results."""
+    return _ReduceOut.apply(tensor, group)
+
+
+# ---------------------------------------------------------------- styles
+
+
+def apply_colwise(name: str, module: nn.Module, region: Region, *, gather: bool = False) -> None:
+    """Split a Linear's outputs; they stay split unless gathered."""
+    linear = _linear(name, module, "colwise")
+    if not gather:
+        _check_divides(name, "outputs", linear.out_features, region.size)
+    _shard_parameters_(linear, region, {"weight": 0, "bias": 0})
+    total = linear.out_features
+
+    def forward(self: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+        output = F.linear(copy_in(hidden, region.group), local(self.weight), local(self.bias))
+        if not gather:
+            region.enter(training=self.training)
+            return output
+        sizes = _chunks(total, region.size)
+        if region.loss_parallel:
+            return SplitLogits.wrap(output, group=region.group, sizes=sizes, gather=_GatherOut.apply)
+        return _GatherOut.apply(output, region.group, sizes)
+
+    _set_forward(linear, forward)
+
+
+def apply_rowwise(name: str, module: nn.Module, region: Region) -> None:
+    """Split a Linear's (or Conv1D's) inputs; the bias is added once, after the sum."""
+    weight_dim = 0 if _is_conv1d(module) else 1
+    size = module.weight.shape[weight_dim]  # type: ignore[index]
+    _check_divides(name, "inputs", int(size), region.size)
+    _shard_parameters_(module, region, {"weight": weight_dim})
+
+    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        weight = local(self.weight)
+        output = F.linear(hidden, weight.T if weight_dim == 0 else weight)
+        region.leave()
+        output = reduce_out(output, region.group)
+        return output if self.bias is None else output + self.bias
+
+    _set_forward(module, forward)
+
+
+def apply_vocabulary(name: str, module: nn.Module, region: Region) -> None:
+    """Split an Embedding's rows; each rank looks up its own tokens, the sum is whole."""
+    if not isinstance(module, nn.Embedding):
+        raise ModelError(f"{name} is a {type(module).__name__}; the style 'vocabulary' splits an nn.Embedding.")
+    if module.max_norm is not None or module.sparse:
+        raise ModelError(f"{name} uses max_norm or sparse gradients, which a split embedding does not have.")
+    _shard_parameters_(module, region, {"weight": 0})
+    sizes = _chunks(module.num_embeddings, region.size)
+    first, count = sum(sizes[: region.rank]), sizes[region.rank]
+    padding = module.padding_idx
+
+    def forward(self: nn.Embedding, tokens: torch.Tensor) -> torch.Tensor:
+        inside = (tokens >= first) & (tokens < first + count)
+        rows = F.embedding((tokens - first).clamp(0, max(count - 1, 0)), local(self.weight))
+        keep = inside if padding is None else inside & (tokens != padding)
+        # A padding row is looked up like any other, but learns nothing.
+        rows = torch.where(keep[..., None], rows, rows.detach()) if padding is not None else rows
+        return reduce_out(rows.masked_fill(~inside[..., None], 0.0), region.group)
+
+    _set_forward(module, forward)
+
+
+def apply_slice(name: str, module: nn.Module, region: Region, *, parts: list[int], unit: int = 1) -> None:
+    """Each rank computes its share of a projection whose weight stays whole.
+
+    For projections that pack several matrices side by side (GPT-2's q, k and v), or that have fewer heads than there
+    are ranks: the weight's shares overlap or do not lie together, so its gradient is summed over the ranks.
+
+    Args:
+        parts: sizes of the packed matrices' outputs.
+        unit: outputs of one head, which several ranks may share.
+    """
+    columns = torch.cat([_share_of(size, offset, unit, region, name) for offset, size in _offsets(parts)])
+    transposed = _is_conv1d(module)
+
+    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        index = columns.to(hidden.device)
+        weight = copy_in(self.weight, region.group).index_select(1 if transposed else 0, index)
+        bias = None if self.bias is None else copy_in(self.bias, region.group).index_select(0, index)
+        output = F.linear(copy_in(hidden, region.group), weight.T if transposed else weight, bias)
+        region.enter(training=self.training)
+        return output
+
+    _set_forward(module, forward)
+
+
+def apply_replicate(name: str, module: nn.Module, region: Region) -> None:
+    """A module inside a split region (a norm over each head, say): its weights stay whole, gradients are summed."""
+    original = type(module).forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        whole = {key: copy_in(value, region.group) for key, value in self.named_parameters(recurse=False)}
+        return torch.func.functional_call(_Plain(self, original), whole, args, kwargs)
+
+    _set_forward(module, forward)
+
+
+class _Plain(nn.Module):
+    """The module's own forward under names of its own, for a functional call."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self._parameters = module._parameters
+        self._buffers = module._buffers
+        self._modules = module._modules
+        self.__dict__.update({k: v for k, v in vars(module).items() if k not in self.__dict__ and k != "forward"})
+        self.__dict__["forward"] = MethodType(forward, self)
+
+
+# ---------------------------------------------------------------- parts
+
+
+@overload
+def local(parameter: torch.Tensor) -> torch.Tensor: ...
+@overload
+def local(parameter: None) -> None: ...
+def local(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """A parameter's part on this rank, for autograd too."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _shard_parameters_(module: nn.Module, region: Region, dims: dict[str, int]) -> None:
+    for name, dim in dims.items():
+        parameter = module._parameters.get(name)
+        if parameter is None or isinstance(parameter, DTensor):
+            continue
+        sharded = distribute_tensor(parameter.detach(), region.mesh, [Shard(dim)], src_data_rank=None)
+        _SHARED.replace(module, name, parameter, nn.Parameter(sharded, parameter.requires_grad))
+
+
+class _Shared:
+    """Tied parameters must stay one object when one of their modules is split."""
+
+    def __init__(self) -> None:
+        self.owners: dict[int, list[tuple[nn.Module, str]]] = {}
+
+    def note(self, module: nn.Module) -> None:
+        self.owners = {}
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    self.owners.setdefault(id(parameter), []).append((part, name))
+
+    def replace(self, module: nn.Module, name: str, old: nn.Parameter, new: nn.Parameter) -> None:
+        for owner, key in self.owners.get(id(old), [(module, name)]):
+            owner._parameters[key] = new
+
+
+_SHARED = _Shared()
+
+
+def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    # On the instance: its class, name and parameters stay what they are.
+    module.__dict__["forward"] = MethodType(forward, module)
+
+
+def _linear(name: str, module: nn.Module, style: str) -> nn.Linear:
+    if not isinstance(module, nn.Linear):
+        raise ModelError(f"{name} is a {type(module).__name__}; the style {style!r} splits an nn.Linear.")
+    return module
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    # transformers' Conv1D keeps (inputs, outputs).
+    return type(module).__name__ == "Conv1D"
+
+
+def _check_divides(name: str, what: str, size: int, ranks: int) -> None:
+    if size % ranks:
+        fits = [count for count in range(1, min(size, 64) + 1) if size % count == 0]
+        raise ModelError(
+            f"{name} has {size} {what}, which do not divide by tensor_parallel_size={ranks}. "
+            f"Set tensor_parallel_size to one of {', '.join(map(str, fits))}."
+        )
+
+
+def _chunks(size: int, ranks: int) -> list[int]:
+    """Sizes of DTensor's shards: as torch.chunk cuts."""
+    width = -(-size // ranks)
+    return [max(0, min(width, size - rank * width)) for rank in range(ranks)]
+
+
+def _offsets(parts: list[int]) -> list[tuple[int, int]]:
+    return [(sum(parts[:i]), size) for i, size in enumerate(parts)]
+
+
+def _share_of(size: int, offset: int, unit: int, region: Region, name: str) -> torch.Tensor:
+    heads = size // unit
+    if heads >= region.size:
+        _check_divides(name, "heads" if unit > 1 else "outputs per matrix", heads, region.size)
+        width = heads // region.size * unit
+        return torch.arange(width) + offset + region.rank * width
+    if region.size % heads:
+        raise ModelError(
+            f"{name} has {heads} heads, which can neither be split over nor copied to {region.size} ranks. "
+            f"Set tensor_parallel_size to a divisor or a multiple of {heads}."
+        )
+    return torch.arange(unit) + offset + region.rank // (region.size // heads) * unit

@@ -1,0 +1,202 @@
+"""Which modules tensor parallelism splits, and how: told by the model, by transformers, or known for certain."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from lightning_3d.errors import ModelError
+from lightning_3d.parallel import tensor
+from lightning_3d.parallel.placeholder import Absent
+from lightning_3d.parallel.tensor import Region
+
+# Names of one style in our plans and in those of transformers.
+_STYLES: dict[str, Any] = {
+    "colwise": tensor.apply_colwise,
+    "rowwise": tensor.apply_rowwise,
+    "vocabulary": tensor.apply_vocabulary,
+    "embedding_rowwise": tensor.apply_vocabulary,
+    "colwise_gather_output": partial(tensor.apply_colwise, gather=True),
+    "colwise_rep": partial(tensor.apply_colwise, gather=True),
+    "replicate": tensor.apply_replicate,
+    "replicated_with_grad_allreduce": tensor.apply_replicate,
+}
+
+_EXAMPLE = """
+    def tensor_parallel_plan(self):          # on the model or the LightningModule; names are relative to it
+        return {
+            "embed": "vocabulary",           # rows of an nn.Embedding
+            "layers.*.wq": "colwise",        # outputs of an nn.Linear: the next module works on its part
+            "layers.*.wo": "rowwise",        # inputs of an nn.Linear, which come from a colwise one
+            "head": "colwise_gather_output", # outputs, gathered again
+        }"""
+
+
+def apply_tensor_parallel(module: nn.Module, plan: Mapping[str, str], *, region: Region) -> None:
+    """Split the modules of a plan in place; names that are not there belong to another pipeline rank.
+
+    Args:
+        plan: styles by full name, as `resolve_plan` gives it.
+
+    Raises:
+        ModelError: an unknown style, a module that a style does not fit, or sizes that do not divide.
+    """
+    tensor._SHARED.note(module)
+    parts = dict(module.named_modules())
+    for name, style in plan.items():
+        if name in parts and not isinstance(parts[name], Absent):
+            _apply(name, parts, style, region)
+    _finish_attention(module, region)
+
+
+def resolve_plan(module: nn.Module) -> dict[str, str]:
+    """The plan of a whole module, a style for each full name.
+
+    Raises:
+        ModelError: no plan is known, or an entry matches nothing.
+    """
+    names = [name for name, _ in module.named_modules()]
+    resolved: dict[str, str] = {}
+    for pattern, style in find_plan(module).items():
+        found = [name for name in names if re.fullmatch(_regex(pattern), name)]
+        if not found:
+            raise ModelError(
+                f"the tensor-parallel plan's entry {pattern!r} matches no module. Plan entries look like:{_EXAMPLE}"
+            )
+        resolved.update(dict.fromkeys(found, style))
+    return resolved
+
+
+def find_plan(module: nn.Module) -> dict[str, str]:
+    """Styles by name pattern, `*` for one part of a name.
+
+    Raises:
+        ModelError: nobody knows how to split this model; says which modules and how to write a plan.
+    """
+    for name, part in module.named_modules():
+        prefix = f"{name}." if name else ""
+        method = getattr(type(part), "tensor_parallel_plan", None)
+        if method is not None:
+            return _below(prefix, method(part))
+        hugging_face = _hugging_face_plan(part)
+        if hugging_face:
+            return _below(prefix, hugging_face)
+    known = _mlp_plan(module)
+    if known:
+        return known
+    names = [name for name, part in module.named_modules() if isinstance(part, nn.Linear | nn.Embedding)]
+    raise ModelError(
+        f"{type(module).__name__} does not say how tensor parallelism splits {', '.join(names[:8])}"
+        f"{' ...' if len(names) > 8 else ''}. Write a plan:{_EXAMPLE}"
+    )
+
+
+def _below(prefix: str, plan: Mapping[str, str]) -> dict[str, str]:
+    return {prefix + pattern: style for pattern, style in plan.items()}
+
+
+def _hugging_face_plan(part: nn.Module) -> dict[str, str] | None:
+    """The plan that transformers has for a model, completed by its embedding."""
+    config = getattr(part, "config", None)
+    base_name = getattr(part, "base_model_prefix", None)
+    if config is None or base_name is None:
+        return None
+    if getattr(config, "model_type", None) == "gpt2":
+        return _gpt2_plan(part)
+    base_plan = getattr(config, "base_model_tp_plan", None)
+    if not base_plan:
+        return None
+    inner = f"{base_name}." if hasattr(part, base_name) else ""
+    plan = {inner + pattern: style for pattern, style in base_plan.items()}
+    plan.update(getattr(type(part), "_tp_plan", None) or {})
+    names = {id(child): name for name, child in part.named_modules()}
+    embedding = part.get_input_embeddings()  # type: ignore[operator]
+    if id(embedding) in names:
+        plan.setdefault(names[id(embedding)], "vocabulary")
+    return plan
+
+
+def _gpt2_plan(part: nn.Module) -> dict[str, str]:
+    inner = "transformer." if hasattr(part, "transformer") else ""
+    plan = {
+        f"{inner}wte": "vocabulary",
+        f"{inner}h.*.attn.c_attn": "packed_qkv",
+        f"{inner}h.*.attn.c_proj": "rowwise",
+        f"{inner}h.*.mlp.c_fc": "packed",
+        f"{inner}h.*.mlp.c_proj": "rowwise",
+    }
+    if hasattr(part, "lm_head"):
+        plan["lm_head"] = "colwise_gather_output"
+    return plan
+
+
+def _mlp_plan(module: nn.Module) -> dict[str, str] | None:
+    """Pairs of Linears in a Sequential, with nothing between that mixes features."""
+    plan: dict[str, str] = {}
+    elementwise = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Dropout, nn.Identity)
+    for name, part in module.named_modules():
+        if not isinstance(part, nn.Sequential):
+            continue
+        opened = None
+        for key, child in part.named_children():
+            here = f"{name}.{key}" if name else key
+            if isinstance(child, nn.Linear):
+                if opened is None:
+                    opened = here
+                else:
+                    plan.update({opened: "colwise", here: "rowwise"})
+                    opened = None
+            elif not isinstance(child, elementwise):
+                opened = None
+    linears = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+    # Known for certain only where Sequentials are all there is.
+    return plan if plan and len(linears) <= len(plan) + 1 and not _has_embedding(module) else None
+
+
+def _has_embedding(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.Embedding | nn.MultiheadAttention) for part in module.modules())
+
+
+def _apply(name: str, parts: dict[str, nn.Module], style: str, region: Region) -> None:
+    part = parts[name]
+    parent = parts[name.rpartition(".")[0]]
+    if style == "packed_qkv":
+        size = part.weight.shape[1] // 3  # type: ignore[index]
+        tensor.apply_slice(name, part, region, parts=[int(size)] * 3, unit=int(parent.head_dim))  # type: ignore[arg-type]
+        return
+    if style == "packed":
+        tensor.apply_slice(name, part, region, parts=[int(part.weight.shape[1])])  # type: ignore[index]
+        return
+    if style not in _STYLES:
+        raise ModelError(
+            f"{name}: the tensor-parallel style {style!r} is unknown. Known: {', '.join(sorted(_STYLES))}."
+        )
+    unit = getattr(parent, "head_dim", None) or getattr(parent, "head_size", None)
+    if style == "colwise" and isinstance(part, nn.Linear) and isinstance(unit, int) and part.out_features % unit == 0:
+        heads = part.out_features // unit
+        if heads % region.size:
+            # Fewer key and value heads than ranks: neighbours share one.
+            tensor.apply_slice(name, part, region, parts=[part.out_features], unit=unit)
+            return
+    _STYLES[style](name, part, region)
+
+
+def _finish_attention(module: nn.Module, region: Region) -> None:
+    """Attributes of attention modules that count heads over all ranks."""
+    for part in module.modules():
+        if type(part).__name__ == "GPT2Attention":
+            part.split_size = int(part.split_size) // region.size  # type: ignore[arg-type,assignment]
+        query, key = getattr(part, "q_proj", None), getattr(part, "k_proj", None)
+        if isinstance(query, nn.Linear) and isinstance(key, nn.Linear) and hasattr(part, "num_key_value_groups"):
+            unit = int(part.head_dim)  # type: ignore[arg-type]
+            queries = query.out_features // unit // region.size
+            keys = max(1, key.out_features // unit // region.size)
+            part.num_key_value_groups = queries // keys  # type: ignore[assignment]
+
+
+def _regex(pattern: str) -> str:
+    return r"\.".join("[^.]+" if step == "*" else re.escape(step) for step in pattern.split("."))
