@@ -7,10 +7,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 from modules import Rows, TinyGPT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from training import Recorder, ordered, run, trainer_for
+from training import Recorder, ordered, run, trainer_for, whole_weights
 
 from lightning_3d import Layout
 from lightning_3d.parallel.local import local_tensor
@@ -114,3 +115,35 @@ def test_two_hundred_tiny_updates_add_up_in_mixed_precision(layout: str) -> None
 def test_tiny_updates_are_lost_where_weights_are_bfloat16() -> None:
     """What the test above would see if the weights were not kept in float32."""
     assert run("single", fit_small, "bf16-true")[0] == pytest.approx(0.02, abs=1e-2)
+
+
+class Overflowing(TinyGPT):
+    """The loss overflows at the third step, where a rank has the loss: under a pipeline on the last stage alone."""
+
+    def loss(self, rows: torch.Tensor) -> torch.Tensor:
+        last = self.trainer.global_rank == self.trainer.world_size - 1
+        factor = 1e30 if self.global_step == 2 and last and self.training else 1.0
+        return super().loss(rows) * factor * factor
+
+
+def fit_scaled(layout: str) -> tuple[list[float], float, dict[str, torch.Tensor]]:
+    L.seed_everything(1, verbose=False)
+    module, seen = Overflowing(), []
+
+    class Scale(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            seen.append(float(scaler.get_scale()))
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    trainer = trainer_for(layout, max_epochs=1, plugins=[plugin], callbacks=[Scale()], gradient_clip_val=1.0)
+    trainer.fit(module, ordered(Rows(), replicas=Layout.parse(layout).data))
+    return seen, float(trainer.global_step), whole_weights(module)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "zero3x2", "pp2"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(layout: str) -> None:
+    ranks = run(layout, fit_scaled)
+    for scales, _, weights in ranks:
+        assert scales == ranks[0][0] and min(scales) == 512.0
+        assert all(torch.isfinite(weight).all() for weight in weights.values())

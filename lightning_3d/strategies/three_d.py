@@ -40,6 +40,7 @@ from lightning_3d.strategies.logs import share_metrics
 from lightning_3d.strategies.optimizers import step_by_kind
 from lightning_3d.strategies.pipelined_step import Context, PipelinedStep
 from lightning_3d.strategies.predictions import gather_predictions
+from lightning_3d.strategies.scaler import agree_on_overflow
 from lightning_3d.strategies.sampling import shard_dataloader
 
 
@@ -258,6 +259,8 @@ class ThreeDStrategy(ParallelStrategy):
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
         plugin: Any = self.precision_plugin
+        if getattr(plugin, "scaler", None) is not None:
+            agree_on_overflow(plugin.scaler)
         show_whole_scalars(plugin)
         # Stock clipping knows neither several axes nor a mix of sharded and whole parameters.
         plugin.clip_grad_by_norm = lambda optimizer, clip_val: clip_by_norm_(
