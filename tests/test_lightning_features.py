@@ -276,7 +276,7 @@ class ToggledInside(Net):
         return super().output(features) / self.temperature
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.scale.requires_grad_(batch_idx != 1)
+        self.scale.requires_grad_(batch_idx != self.current_epoch)
         self.head.requires_grad_(batch_idx != 2)
         self.temperature.requires_grad_(batch_idx != 0)
         return super().training_step(batch, batch_idx)

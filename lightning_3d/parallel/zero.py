@@ -54,6 +54,8 @@ class ShardedModule(Share):
         self.stage = stage
         self._hooked: set[int] = set()
         self._running = False
+        # Backwards are called inside of runs.
+        self._manual = False
         # Whether a gradient was wanted at the last run, by the id of FSDP2's record of the parameter.
         self._trained: dict[int, bool] = {}
         # One number cannot be sharded: scalars (a learned temperature, say) stay whole and are averaged.
@@ -87,22 +89,26 @@ class ShardedModule(Share):
             ) from error
         finally:
             self._running = False
-            if not torch.is_grad_enabled():
+            if self._manual or not torch.is_grad_enabled():
                 # No backward follows. Hooks that freeze, unfreeze or collect parameters must see those that stay.
                 self.reshard()
 
     def _follow_frozen(self) -> None:
         """The user may have frozen or unfrozen either form of a parameter since the last run: the one in its place."""
         for parameter in fsdp_parameters(self._root):
+            if not hasattr(parameter, "_unsharded_param"):
+                continue
             sharded = parameter.sharded_param
-            if hasattr(parameter, "_unsharded_param"):
-                before = self._trained.get(id(parameter), sharded.requires_grad)
-                if sharded.requires_grad == before:
-                    sharded.requires_grad_(parameter._unsharded_param.requires_grad)
-                _require_grad(parameter, sharded.requires_grad)
+            # In manual optimization FSDP2 gives the whole form the flag that a toggled optimizer has set on the other.
+            if not self._manual and sharded.requires_grad == self._trained.get(id(parameter)):
+                sharded.requires_grad_(parameter._unsharded_param.requires_grad)
+            _require_grad(parameter, sharded.requires_grad)
             self._trained[id(parameter)] = sharded.requires_grad
 
     def _hook_and_call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for group in _groups(self._root._get_fsdp_state()):
+            for parameter in group.fsdp_params:
+                self._trained.setdefault(id(parameter), parameter.sharded_param.requires_grad)
         self._hook_gradients()
         return function(*args, **kwargs)
 
@@ -122,6 +128,7 @@ class ShardedModule(Share):
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
+        self._manual = True
         self._averager.follow_unfrozen()
         trained = [p for p in fsdp_parameters(self._root) if _is_trained(p)]
         # What the user toggled off since the run began must get no gradient.
