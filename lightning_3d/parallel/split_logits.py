@@ -14,9 +14,9 @@ from torch.distributed import ProcessGroup
 _KEEPS_SPLIT = {
     torch.Tensor.float, torch.Tensor.double, torch.Tensor.bfloat16, torch.Tensor.half, torch.Tensor.contiguous,
 }  # fmt: skip
-_SHAPE = {
-    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.ndimension, torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
-}  # fmt: skip
+# Questions that the shape, dtype and device of the whole answer.
+_DESCRIBES = {"size", "dim", "ndimension", "is_floating_point", "element_size", "numel"}
+_ATTRIBUTES = {"shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "itemsize", "names"}
 
 
 class SplitLogits(torch.Tensor):
@@ -54,11 +54,10 @@ class SplitLogits(torch.Tensor):
         first = args[0] if args else None
         name = getattr(func, "__name__", "")
         if isinstance(first, SplitLogits):
-            if name in ("__get__", "size", "dim", "is_floating_point", "element_size", "numel"):
-                # Shape, dtype, device and the like are the whole's; `grad_fn` and `requires_grad` the part's.
-                owner = getattr(func, "__self__", None)
-                if owner in (torch.Tensor.requires_grad, torch.Tensor.grad_fn):
-                    return func(first._part)
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
+            if attribute in ("requires_grad", "grad_fn", "is_leaf"):
+                return func(first._part)
+            if name in _DESCRIBES or attribute in _ATTRIBUTES:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if func is F.cross_entropy and _is_plain_loss(first, args, kwargs):
@@ -105,14 +104,15 @@ def _keep_split(logits: SplitLogits, func: Any, name: str, args: Any, kwargs: An
 
 def _is_plain_loss(logits: SplitLogits, args: Any, kwargs: Any) -> bool:
     target = args[1] if len(args) > 1 else kwargs.get("target")
-    names = ("weight", "label_smoothing")
     return (
         logits.dim() == 2
         and isinstance(target, torch.Tensor)
         and target.dim() == 1
         and not target.is_floating_point()
         and len(args) <= 2
-        and not any(kwargs.get(name) for name in names)
+        and kwargs.get("weight") is None
+        and not kwargs.get("label_smoothing")
+        and kwargs.keys() <= {"target", "weight", "label_smoothing", "ignore_index", "reduction"}
     )
 
 
@@ -124,15 +124,18 @@ def _split_cross_entropy(
     reduction: str = "mean",
     weight: None = None,
     label_smoothing: float = 0.0,
-    **_: Any,
 ) -> torch.Tensor:
     first = sum(logits._sizes[: logits._group.rank()])
-    losses = _SplitLoss.apply(logits._part, target, first, logits._group)
+    part = logits._part
+    # As torch does inside of its own kernel; under autocast its result is single precision too.
+    losses = _SplitLoss.apply(part.to(torch.promote_types(part.dtype, torch.float32)), target, first, logits._group)
     counted = target != ignore_index
     losses = losses.masked_fill(~counted, 0.0)
-    if reduction == "none":
-        return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
+    if reduction == "mean":
+        losses = losses.sum() / counted.sum()
+    elif reduction == "sum":
+        losses = losses.sum()
+    return losses if torch.is_autocast_enabled(part.device.type) else losses.to(part.dtype)
 
 
 class _SplitLoss(torch.autograd.Function):

@@ -6,6 +6,7 @@ collective: `copy_in` (identity forward, all-reduce backward) and `reduce_out` (
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, overload
@@ -20,8 +21,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_3d.errors import ModelError
 from lightning_3d.parallel.split_logits import SplitLogits
-
-_COPY = "_lightning_3d_copy"
 
 
 class Region:
@@ -38,20 +37,40 @@ class Region:
         self.size = mesh.size()
         self.rank = mesh.get_local_rank()
         self.loss_parallel = loss_parallel
-        self._outside: torch.Tensor | None = None
+        self._outside: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._copied: tuple[weakref.ref[torch.Tensor], int, torch.Tensor] | None = None
 
-    def enter(self, *, training: bool) -> None:
+    def copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Into a split region; modules that read one tensor in a row share one all-reduce of its gradient."""
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return tensor
+        if self._copied is not None:
+            source, version, copied = self._copied
+            if source() is tensor and version == tensor._version:
+                return copied
+        copied = copy_in(tensor, self.group)
+        # Kept here and not on the tensor: a view that its base holds would never be freed.
+        self._copied = weakref.ref(tensor), tensor._version, copied
+        return copied
+
+    def enter(self, hidden: torch.Tensor, *, training: bool) -> None:
         """Activations are split from here on: dropout must differ between ranks."""
         if training and self._outside is None:
             # Drawn alike on all ranks, so that their streams outside stay equal.
             seed = int(torch.randint(2**62, ()))
-            self._outside = torch.get_rng_state()
+            self._outside = torch.get_rng_state(), torch.cuda.get_rng_state(hidden.device) if hidden.is_cuda else None
             torch.default_generator.manual_seed(seed + self.rank)
+            if hidden.is_cuda:
+                torch.cuda.manual_seed(seed + self.rank)
 
-    def leave(self) -> None:
+    def leave(self, hidden: torch.Tensor) -> None:
         """Activations are about to be equal on all ranks again."""
+        self._copied = None
         if self._outside is not None:
-            torch.set_rng_state(self._outside)
+            on_cpu, on_cuda = self._outside
+            torch.set_rng_state(on_cpu)
+            if on_cuda is not None:
+                torch.cuda.set_rng_state(on_cuda, hidden.device)
             self._outside = None
 
 
@@ -99,15 +118,8 @@ class _GatherOut(torch.autograd.Function):
 
 
 def copy_in(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """Into a split region; several modules that read one tensor share one all-reduce of its gradient."""
-    if tensor.is_leaf:
-        # A parameter outlives the step, and so would the copy.
-        return _CopyIn.apply(tensor, group)
-    copied = getattr(tensor, _COPY, None)
-    if copied is None or copied.requires_grad != (tensor.requires_grad and torch.is_grad_enabled()):
-        copied = _CopyIn.apply(tensor, group)
-        setattr(tensor, _COPY, copied)
-    return copied
+    """Into a split region: each rank's gradient is a part of the sum."""
+    return _CopyIn.apply(tensor, group)
 
 
 def reduce_out(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -127,12 +139,13 @@ def apply_colwise(name: str, module: nn.Module, region: Region, *, gather: bool 
     total = linear.out_features
 
     def forward(self: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-        output = F.linear(copy_in(hidden, region.group), local(self.weight), local(self.bias))
+        output = F.linear(region.copy_in(hidden), local(self.weight), local(self.bias))
         if not gather:
-            region.enter(training=self.training)
+            region.enter(hidden, training=self.training)
             return output
+        region.leave(hidden)
         sizes = _chunks(total, region.size)
-        if region.loss_parallel:
+        if region.loss_parallel and min(sizes) > 0:
             return SplitLogits.wrap(output, group=region.group, sizes=sizes, gather=_GatherOut.apply)
         return _GatherOut.apply(output, region.group, sizes)
 
@@ -147,9 +160,10 @@ def apply_rowwise(name: str, module: nn.Module, region: Region) -> None:
     _shard_parameters_(module, region, {"weight": weight_dim})
 
     def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        # First: a checkpoint's recomputation may stop at the product, and must not stop inside of the region.
+        region.leave(hidden)
         weight = local(self.weight)
         output = F.linear(hidden, weight.T if weight_dim == 0 else weight)
-        region.leave()
         output = reduce_out(output, region.group)
         return output if self.bias is None else output + self.bias
 
@@ -195,8 +209,8 @@ def apply_slice(name: str, module: nn.Module, region: Region, *, parts: list[int
         index = columns.to(hidden.device)
         weight = copy_in(self.weight, region.group).index_select(1 if transposed else 0, index)
         bias = None if self.bias is None else copy_in(self.bias, region.group).index_select(0, index)
-        output = F.linear(copy_in(hidden, region.group), weight.T if transposed else weight, bias)
-        region.enter(training=self.training)
+        output = F.linear(region.copy_in(hidden), weight.T if transposed else weight, bias)
+        region.enter(hidden, training=self.training)
         return output
 
     _set_forward(module, forward)
