@@ -34,6 +34,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("num_microbatches", "auto", "num_microbatches=1"),
     ("process_group_backend", "mpi", "'gloo' or 'nccl'"),
     ("process_group_backend", 1, "None"),
+    ("loss_parallel", "yes", "True or False"),
     ("timeout_seconds", 0, "1800"),
     ("timeout_seconds", "1800", "1800"),
     ("timeout_seconds", True, "1800"),
