@@ -5,46 +5,34 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout, Size
 from lightning_3d.parallel.compose import compose
 from lightning_3d.parallel.gradients import clip_by_norm_, clip_by_value_, global_norm
 from lightning_3d.parallel.init import Recording, record_initialization, record_operations
-from lightning_3d.parallel.mesh import build_mesh, data_parallel_group
+from lightning_3d.parallel.mesh import data_parallel_group
 from lightning_3d.parallel.share import Share
 from lightning_3d.parallel.staged import StagedModule
 from lightning_3d.strategies import resume
 from lightning_3d.strategies.agreement import agree_on_best, agree_on_plateaus, show_whole_scalars
-from lightning_3d.strategies.launch import ScriptLauncher
 from lightning_3d.strategies.logs import share_metrics
+from lightning_3d.strategies.mesh_strategy import MeshStrategy
 from lightning_3d.strategies.optimizers import step_by_kind
 from lightning_3d.strategies.pipelined_step import Context, PipelinedStep
 from lightning_3d.strategies.predictions import gather_predictions
-from lightning_3d.strategies.scaler import agree_on_overflow
 from lightning_3d.strategies.sampling import shard_dataloader
+from lightning_3d.strategies.scaler import agree_on_overflow
 
 
-class ThreeDStrategy(ParallelStrategy):
+class ThreeDStrategy(MeshStrategy):
     """Trains an ordinary LightningModule under data, tensor and pipeline parallelism with ZeRO sharding.
 
     Args:
@@ -59,9 +47,6 @@ class ThreeDStrategy(ParallelStrategy):
         LayoutError: when the Trainer is built, before any process starts.
     """
 
-    # Lightning turns off `sync_dist` for strategies that do not say so.
-    is_distributed = True
-
     def __init__(
         self,
         data_parallel_size: Size = "auto",
@@ -75,8 +60,9 @@ class ThreeDStrategy(ParallelStrategy):
         timeout_seconds: float = 1800,
         loss_parallel: bool = False,
     ) -> None:
-        super().__init__()
-        self._layout = Layout(
+        if not isinstance(loss_parallel, bool):
+            raise ConfigError(f"loss_parallel={loss_parallel!r} must be True or False.")
+        layout = Layout(
             data_parallel_size=data_parallel_size,
             data_parallel_replicas=data_parallel_replicas,
             tensor_parallel_size=tensor_parallel_size,
@@ -85,32 +71,14 @@ class ThreeDStrategy(ParallelStrategy):
             schedule=schedule,
             num_microbatches=num_microbatches,
         )
-        _check_settings(process_group_backend, timeout_seconds, loss_parallel)
+        super().__init__(layout, process_group_backend=process_group_backend, timeout_seconds=timeout_seconds)
         self._loss_parallel = loss_parallel
-        self._process_group_backend = process_group_backend
-        self._timeout = timedelta(seconds=timeout_seconds)
-        self.num_nodes = 1
-        self._mesh: DeviceMesh | None = None
         self._share: Share | None = None
         self._recording = Recording()
         self._shards_data = False
         self._pending_random_state: dict[str, Any] | None = None
         self._pipelined: PipelinedStep | None = None
         self._accumulating = False
-
-    # ------------------------------------------------------------------ who and where
-
-    @property
-    def layout(self) -> Layout:
-        """The sizes of all axes; resolved once the Trainer knows how many processes there are."""
-        return self._layout
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """Axes `pp`, `dp_replicate`, `dp_shard`, `tp`; there once the processes have met."""
-        if self._mesh is None:
-            raise RuntimeError("the device mesh exists only inside trainer.fit, validate, test or predict.")
-        return self._mesh
 
     @property
     def share(self) -> Share:
@@ -119,55 +87,11 @@ class ThreeDStrategy(ParallelStrategy):
             raise RuntimeError("the model is composed only inside trainer.fit, validate, test or predict.")
         return self._share
 
-    @property
-    def data_parallel_size(self) -> int:
-        return self.layout.data
-
-    @property
-    def data_parallel_rank(self) -> int:
-        return dist.get_group_rank(data_parallel_group(self.mesh), dist.get_rank())
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
-
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        return len(self.parallel_devices or ())
-
-    def set_world_ranks(self) -> None:
-        environment = self.cluster_environment
-        if environment is not None:
-            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            environment.set_world_size(self.num_nodes * self.num_processes)
-        for decorator in (rank_zero_only, utilities_rank_zero_only):
-            setattr(decorator, "rank", self.global_rank)  # noqa: B010
-
     # ------------------------------------------------------------------ starting
-
-    def _configure_launcher(self) -> None:
-        # Called while the Trainer is built: the first moment at which the number of processes is known.
-        self._layout = self._layout.resolve(self.num_processes * self.num_nodes)
-        environment = self.cluster_environment
-        assert environment is not None
-        self._launcher = ScriptLauncher(environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        assert self.cluster_environment is not None and self.lightning_module is not None
-        reset_seed()
-        self.set_world_ranks()
-        device = self.root_device
-        backend = self._process_group_backend or _get_default_process_group_backend_for_device(device)
-        device_id = None if device.type == "cpu" else device
-        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
-        if self._mesh is None:
-            self._mesh = build_mesh(self.layout, device=device)
+        assert self.lightning_module is not None
         self._take_over_sampling(self.lightning_module.trainer)
 
     def _take_over_sampling(self, trainer: L.Trainer) -> None:
@@ -208,6 +132,7 @@ class ThreeDStrategy(ParallelStrategy):
 
     def _compose(self, module: L.LightningModule) -> Share:
         _refuse_composed(module, self)
+        self._pipelined = None
         if self.layout.pipeline > 1 and not module.automatic_optimization:
             raise ConfigError(
                 f"{type(module).__name__} sets automatic_optimization=False, but a pipeline runs the backward itself. "
@@ -341,36 +266,6 @@ class ThreeDStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         return global_norm(self.lightning_module.parameters(), norm_type=norm_type, share=self.share)
 
-    # ------------------------------------------------------------------ talking
-
-    def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized():
-            dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Over the data-parallel ranks unless a group is given; other ranks hold copies."""
-        if not isinstance(tensor, Tensor):
-            return tensor
-        if not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
-            # Lightning cuts the mean of whole numbers to a whole number: 11 and 10 samples would count as 10.
-            tensor = tensor.double()
-        return _sync_ddp_if_available(tensor, group or data_parallel_group(self.mesh), reduce_op=reduce_op)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(votes)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return super().all_gather(tensor, group or data_parallel_group(self.mesh), sync_grads)
-
     # ------------------------------------------------------------------ data
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -434,32 +329,12 @@ class ThreeDStrategy(ParallelStrategy):
             resume.set_random_state(self._pending_random_state)
             self._pending_random_state = None
 
-    # ------------------------------------------------------------------ ending
-
-    def teardown(self) -> None:
-        # The base class would move the model to the CPU, away from what shards it.
-        assert self.cluster_environment is not None and self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-
 
 @contextmanager
 def _no_grad() -> Iterator[None]:
     """As Lightning's evaluation, but parameters gathered here must still serve a later backward."""
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def _check_settings(process_group_backend: str | None, timeout_seconds: float, loss_parallel: bool) -> None:
-    if not isinstance(loss_parallel, bool):
-        raise ConfigError(f"loss_parallel={loss_parallel!r} must be True or False.")
-    if process_group_backend not in (None, "gloo", "nccl"):
-        raise ConfigError(f"process_group_backend={process_group_backend!r} is unknown. Set None, 'gloo' or 'nccl'.")
-    is_number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
-    # A bound, for NaN, infinity and what a timedelta cannot hold.
-    if not is_number or not 0 < timeout_seconds <= 1e9:
-        raise ConfigError(f"timeout_seconds={timeout_seconds!r} is no positive number of seconds. Set 1800, say.")
 
 
 def _refuse_composed(module: L.LightningModule, strategy: ThreeDStrategy) -> None:
