@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +12,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from modules import VOCAB, Points, Rows
-from pipelined_modules import HuggingFace
-from test_pipeline_parity import united
-from test_zero_parity import fit_gpt, largest_difference, replicas
+from pipelined_modules import HF_CONFIGS, HuggingFace
+from test_pipeline_parity import fit_mlp, united
+from test_zero_parity import largest_difference, replicas
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from training import Recorder, ordered, run, trainer_for, whole_weights
 
-from lightning_3d.models.gpt import GPT, GPTConfig
+from lightning_3d.models.gpt import GPT, Block, GPTConfig
+from lightning_3d.parallel.split_logits import SplitLogits
 
 pytestmark = pytest.mark.distributed
 
@@ -124,10 +128,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 _BY_ONE: dict[tuple[str, str], dict[str, Any]] = {}
 
 
-def language(settings: dict[str, Any], module: dict[str, Any]) -> Any:
-    return settings, lambda: Language(**module)
-
-
 def fit_case(layout: str | None, case: str) -> dict[str, Any]:
     settings, options = CASES[case]
     return train(layout, lambda: Language(**options), settings)
@@ -194,3 +194,176 @@ def test_loss_on_split_logits_is_that_of_one_process(layout: str, loss: str) -> 
         loss = "of each token"
     expected = run(None, fit_loss, loss, {})[0]
     assert_equal(run(layout, fit_loss, loss, {"loss_parallel": True}), expected)
+
+
+def count_gathers(layout: str, loss: str) -> int:
+    gathers, real = [], SplitLogits.whole
+
+    def whole(self: SplitLogits) -> torch.Tensor:
+        gathers.append(self.shape)
+        return real(self)
+
+    SplitLogits.whole = whole  # type: ignore[method-assign]
+    fit_loss(layout, loss, {"loss_parallel": True})
+    return len(gathers)
+
+
+@pytest.mark.parametrize("loss", ["flat", "ignored targets", "summed", "of each token", "sliced"])
+def test_cross_entropy_needs_no_whole_logits(loss: str) -> None:
+    assert run("tp2", count_gathers, loss) == [0, 0]
+
+
+# ---------------------------------------------------------------------- transformers, MLPs, biases
+
+
+class FromTransformers(HuggingFace):
+    def __init__(self, kind: str, labels: bool) -> None:
+        super().__init__(kind, labels=labels)
+
+    def data(self) -> Rows:
+        return Rows(24)
+
+
+QWEN3 = {**HF_CONFIGS["qwen2"], "model_type": "qwen3", "head_dim": 8}
+
+
+def fit_hugging_face(layout: str | None, kind: str, labels: bool, settings: dict[str, Any]) -> dict[str, Any]:
+    HF_CONFIGS["qwen3"] = QWEN3
+    torch.set_default_dtype(torch.float64)
+    return train(layout, FromTransformers, settings, kind, labels)
+
+
+@pytest.mark.parametrize("labels", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        *((layout, kind) for layout in ("tp2", "tp2-pp2") for kind in ("llama", "gpt2")),
+        ("tp4", "llama"),
+        ("tp2", "qwen3"),
+        ("zero3x2-tp2", "qwen3"),
+        ("zero3x2-tp2", "gpt2"),
+    ],
+)
+def test_hugging_face_models_train_as_in_one_process(layout: str, kind: str, labels: bool) -> None:
+    expected = run(None, fit_hugging_face, kind, labels, {})[0]
+    # Their norms, rotary tables and own loss are computed in float32.
+    assert_equal(run(layout, fit_hugging_face, kind, labels, {}), expected, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("labels", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_hugging_face_losses_run_on_split_logits(kind: str, labels: bool) -> None:
+    expected = run(None, fit_hugging_face, kind, labels, {})[0]
+    assert_equal(run("tp2", fit_hugging_face, kind, labels, {"loss_parallel": True}), expected, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp4", "zero3x2-tp2", "tp2-pp2", "tp2-pp3"])
+def test_sequential_with_biases_trains_as_in_one_process(layout: str) -> None:
+    expected, ranks = run(None, fit_mlp)[0], run(layout, fit_mlp)
+    for got in ranks:
+        if "zero" not in layout:
+            # The last batch's 3 samples make unequal halves.
+            assert got["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+            assert got["norms"] == pytest.approx(expected["norms"], rel=1e-9)
+    if "zero" not in layout:
+        assert largest_difference(united(ranks), expected["weights"]) < 1e-9
+
+
+# ---------------------------------------------------------------------- random streams and memory
+
+
+class Dropping(L.LightningModule):
+    """A split MLP with dropout inside and outside of the split region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(6, 64), nn.Dropout(0.5), nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 96)
+        )
+        self.dropped: dict[str, list[torch.Tensor]] = {"1": [], "3": []}
+        for name, dropped in self.dropped.items():
+            self.net.get_submodule(name).register_forward_hook(
+                lambda _, args, output, dropped=dropped: dropped.append((output == 0).detach().clone())
+            )
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.net(batch[0]).square().mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_dropping(layout: str) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    recorder, module = Recorder(), Dropping()
+    trainer_for(layout, max_steps=4, callbacks=[recorder]).fit(module, ordered(Points(32), replicas=1))
+    return {"dropped": module.dropped, "losses": recorder.losses, "state": torch.get_rng_state()}
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2-pp2"])
+def test_dropout_differs_between_ranks_inside_a_split_region_and_is_equal_outside(layout: str) -> None:
+    first, second = run(layout, fit_dropping)[:2]
+    assert first["losses"] == second["losses"]
+    assert torch.equal(first["state"], second["state"])
+    assert first["dropped"]["1"][0].shape[-1] == 32
+    assert len(first["dropped"]["3"]) >= 4
+    for name, equal in (("1", False), ("3", True)):
+        masks = list(zip(first["dropped"][name], second["dropped"][name], strict=True))
+        assert all(torch.equal(a, b) is equal for a, b in masks)
+        share = torch.stack([a.double().mean() for a, _ in masks]).mean()
+        assert 0.4 < float(share) < 0.6
+
+
+class CheckpointedBlock(Block):
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, *args, use_reentrant=False)
+
+
+def fit_checkpointed(layout: str, checkpointed: bool) -> dict[str, Any]:
+    def build() -> Language:
+        module = Language(dropout=0.3)
+        for layer in module.model.layers if checkpointed else ():
+            layer.__class__ = CheckpointedBlock
+        return module
+
+    return train(layout, build, {})
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2-pp2"])
+def test_recomputation_draws_the_same_dropout(layout: str) -> None:
+    ranks, expected = (run(layout, fit_checkpointed, checkpointed) for checkpointed in (True, False))
+    for got, wanted in zip(ranks, expected, strict=True):
+        assert got["losses"] == wanted["losses"]
+        assert largest_difference(got["weights"], wanted["weights"]) < 1e-12
+
+
+class Activations(L.Callback):
+    """Counts activations that outlive their step."""
+
+    def __init__(self) -> None:
+        self.seen: list[weakref.ref[torch.Tensor]] = []
+        self.alive: list[int] = []
+
+    def on_fit_start(self, trainer: L.Trainer, module: Any) -> None:
+        for part in module.modules():
+            if isinstance(part, nn.RMSNorm):
+                part.register_forward_hook(lambda _, args, output: self.seen.append(weakref.ref(output)))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        gc.collect()
+        self.alive.append(sum(activation() is not None for activation in self.seen))
+
+
+def count_activations(layout: str) -> tuple[int, list[int]]:
+    activations = Activations()
+    train(layout, Language, {"callbacks": [Recorder(), activations]})
+    return len(activations.seen), activations.alive
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2-pp2"])
+def test_no_activation_outlives_its_step(layout: str) -> None:
+    for seen, alive in run(layout, count_activations):
+        assert seen > 0
+        assert alive == [0, 0, 0]

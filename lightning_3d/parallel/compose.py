@@ -20,7 +20,7 @@ from lightning_3d.parallel.share import Share
 from lightning_3d.parallel.staged import StagedModule
 from lightning_3d.parallel.stages import SplitModule
 from lightning_3d.parallel.tensor import Region
-from lightning_3d.parallel.tensor_plan import apply_tensor_parallel, resolve_plan
+from lightning_3d.parallel.tensor_plan import apply_tensor_parallel, resolve_plan, without_cut_pairs
 from lightning_3d.parallel.zero import ShardedModule
 
 
@@ -55,7 +55,11 @@ def compose(
     if layout.pipeline > 1 or layout.num_microbatches is not None:
         split = split_stages(module, layout=layout, mesh=mesh, device=device)
     if plan:
-        apply_tensor_parallel(module, plan, region=Region(mesh["tp"], loss_parallel=loss_parallel))
+        region = Region(mesh["tp"], loss_parallel=loss_parallel)
+        if split is not None:
+            plan = without_cut_pairs(plan, stages=split.stage_of_blocks)
+            split.cursor.stream = region.stream
+        apply_tensor_parallel(module, plan, region=region)
     share: Share
     if split is not None:
         share = apply_pipeline(split, layout=layout, mesh=mesh, device=device)

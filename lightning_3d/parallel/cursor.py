@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +43,7 @@ class Cursor:
 
     Args:
         names: of all blocks, in order, for messages.
+        stream: tells this rank from others where their random numbers must differ at this moment.
     """
 
     names: list[str]
@@ -52,6 +53,7 @@ class Cursor:
     wire: torch.Tensor | None = None
     probing: bool = False
     shapes: dict[int, torch.Tensor] = field(default_factory=dict)
+    stream: Callable[[], str] = field(default=lambda: "")
 
     @contextmanager
     def serving(self, stage: Stage, *, wire: torch.Tensor | None, seed: str, probing: bool = False) -> Iterator[None]:
@@ -70,7 +72,10 @@ class Cursor:
 
     def reseed(self, place: object) -> None:
         """Random numbers from here on depend on the micro-batch and the place alone, not on where the cuts are."""
-        seed_generators(f"{self.seed}/{place}")
+        seed_generators(self._seed_at(place))
+
+    def _seed_at(self, place: object) -> str:
+        return f"{self.seed}/{place}{self.stream()}"
 
     # ------------------------------------------------------------------ hooks
 
@@ -87,7 +92,7 @@ class Cursor:
         elif is_placeholder(hidden):
             raise ModelError(f"{self.names[index]} is given a value that is known on another pipeline rank only.")
         # Kept on the tensor itself, so that a recomputation in the backward finds its own micro-batch's.
-        setattr(hidden, _MARK, (received, f"{self.seed}/{index}"))
+        setattr(hidden, _MARK, (received, self._seed_at(index)))
         if received is not None:
             args, kwargs = _with_hidden(args, kwargs, received)
         self._check_others(index, args, kwargs)

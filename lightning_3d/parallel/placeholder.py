@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,10 @@ class Shadow:
                 # From its shape alone: the mode would keep a reference to the tensor itself.
                 fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
                 memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if _is_parameter(tensor) else fake
+            for part in module.modules():
+                # The user's hooks are to see what is computed, and may hold the whole model.
+                for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks):
+                    memo[id(hooks)] = OrderedDict()
         self.module = copy.deepcopy(module, memo)
         self._known: dict[Any, Any] = {}
         self._zeros: dict[Any, torch.Tensor] = {}

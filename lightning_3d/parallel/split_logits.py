@@ -110,9 +110,8 @@ def _is_plain_loss(logits: SplitLogits, args: Any, kwargs: Any) -> bool:
         and target.dim() == 1
         and not target.is_floating_point()
         and len(args) <= 2
-        and kwargs.get("weight") is None
         and not kwargs.get("label_smoothing")
-        and kwargs.keys() <= {"target", "weight", "label_smoothing", "ignore_index", "reduction"}
+        and all(kwargs.get(name) is None for name in ("weight", "size_average", "reduce"))
     )
 
 
@@ -122,8 +121,7 @@ def _split_cross_entropy(
     *,
     ignore_index: int = -100,
     reduction: str = "mean",
-    weight: None = None,
-    label_smoothing: float = 0.0,
+    **_: Any,
 ) -> torch.Tensor:
     first = sum(logits._sizes[: logits._group.rank()])
     part = logits._part

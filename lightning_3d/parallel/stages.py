@@ -69,6 +69,11 @@ class SplitModule:
         mine = {index for stage in self.stages for index in stage.blocks}
         self._blocks: dict[int, nn.Module] = {index: blocks[index] for index in mine}
 
+    @property
+    def stage_of_blocks(self) -> dict[str, int]:
+        """The stage of each block, by its full name."""
+        return {self.cursor.names[index]: stage.index for stage in self.all_stages for index in stage.blocks}
+
     def pieces(self, stage: Stage) -> nn.ModuleList:
         """The submodules with parameters that belong to a local stage, blocks last."""
         edges = (self.trunk.before if stage.first else ()) + (self.trunk.after if stage.last else ())

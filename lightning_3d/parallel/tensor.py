@@ -42,16 +42,33 @@ class Region:
 
     def copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """Into a split region; modules that read one tensor in a row share one all-reduce of its gradient."""
-        if not (tensor.requires_grad and torch.is_grad_enabled()):
-            return tensor
         if self._copied is not None:
             source, version, copied = self._copied
-            if source() is tensor and version == tensor._version:
+            if source() is tensor and version == tensor._version and copied.requires_grad == _records(tensor):
                 return copied
-        copied = copy_in(tensor, self.group)
+        copied = self._into(tensor)
         # Kept here and not on the tensor: a view that its base holds would never be freed.
         self._copied = weakref.ref(tensor), tensor._version, copied
         return copied
+
+    def stream(self) -> str:
+        """Names this rank where it must not draw what others draw."""
+        return f"/tensor{self.rank}" if self._outside is not None else ""
+
+    def _into(self, tensor: torch.Tensor) -> torch.Tensor:
+        return copy_in(tensor, self.group) if _records(tensor) else tensor
+
+    def out_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Out of a split region, of which `tensor` is this rank's partial result."""
+        return reduce_out(tensor, self.group)
+
+    def whole(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A parameter that is used outside of split regions."""
+        return parameter
+
+    def forget(self) -> None:
+        """Free the copy of what was last read."""
+        self._copied = None
 
     def enter(self, hidden: torch.Tensor, *, training: bool) -> None:
         """Activations are split from here on: dropout must differ between ranks."""
@@ -63,9 +80,13 @@ class Region:
             if hidden.is_cuda:
                 torch.cuda.manual_seed(seed + self.rank)
 
+    def abandon(self) -> None:
+        """Forget a region that was not left: a recomputation may end inside, and restores random streams by itself."""
+        self._outside = None
+
     def leave(self, hidden: torch.Tensor) -> None:
         """Activations are about to be equal on all ranks again."""
-        self._copied = None
+        self.forget()
         if self._outside is not None:
             on_cpu, on_cuda = self._outside
             torch.set_rng_state(on_cpu)
@@ -164,8 +185,8 @@ def apply_rowwise(name: str, module: nn.Module, region: Region) -> None:
         region.leave(hidden)
         weight = local(self.weight)
         output = F.linear(hidden, weight.T if weight_dim == 0 else weight)
-        output = reduce_out(output, region.group)
-        return output if self.bias is None else output + self.bias
+        output = region.out_of(output)
+        return output if self.bias is None else output + region.whole(self.bias)
 
     _set_forward(module, forward)
 
@@ -187,7 +208,7 @@ def apply_vocabulary(name: str, module: nn.Module, region: Region) -> None:
         keep = inside if padding is None else inside & (tokens != padding)
         # A padding row is looked up like any other, but learns nothing.
         rows = torch.where(keep[..., None], rows, rows.detach()) if padding is not None else rows
-        return reduce_out(rows.masked_fill(~inside[..., None], 0.0), region.group)
+        return region.out_of(rows.masked_fill(~inside[..., None], 0.0))
 
     _set_forward(module, forward)
 
@@ -279,6 +300,10 @@ class _Shared:
 
 
 _SHARED = _Shared()
+
+
+def _records(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
 
 
 def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:

@@ -71,6 +71,24 @@ def resolve_plan(module: nn.Module) -> dict[str, str]:
     return resolved
 
 
+def without_cut_pairs(plan: Mapping[str, str], *, stages: Mapping[str, int]) -> dict[str, str]:
+    """A plan without the pairs of Linears of a Sequential that lie on two pipeline stages: each computes them whole.
+
+    Args:
+        stages: of each pipelined block, by full name, in order.
+    """
+    kept = dict(plan)
+    opened: str | None = None
+    for name, stage in stages.items():
+        if plan.get(name) == "colwise":
+            opened = name
+        elif plan.get(name) == "rowwise" and opened is not None:
+            if stages[opened] != stage:
+                del kept[opened], kept[name]
+            opened = None
+    return kept
+
+
 def find_plan(module: nn.Module) -> dict[str, str]:
     """Styles by name pattern, `*` for one part of a name.
 
