@@ -156,7 +156,7 @@ def apply_colwise(name: str, module: nn.Module, region: Region, *, gather: bool 
     linear = _linear(name, module, "colwise")
     if not gather:
         _check_divides(name, "outputs", linear.out_features, region.size)
-    _shard_parameters_(linear, region, {"weight": 0, "bias": 0})
+    _shard_parameters_(name, linear, region, {"weight": 0, "bias": 0})
     total = linear.out_features
 
     def forward(self: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
@@ -178,7 +178,7 @@ def apply_rowwise(name: str, module: nn.Module, region: Region) -> None:
     weight_dim = 0 if _is_conv1d(module) else 1
     size = module.weight.shape[weight_dim]  # type: ignore[index]
     _check_divides(name, "inputs", int(size), region.size)
-    _shard_parameters_(module, region, {"weight": weight_dim})
+    _shard_parameters_(name, module, region, {"weight": weight_dim})
 
     def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
         # First: a checkpoint's recomputation may stop at the product, and must not stop inside of the region.
@@ -197,7 +197,7 @@ def apply_vocabulary(name: str, module: nn.Module, region: Region) -> None:
         raise ModelError(f"{name} is a {type(module).__name__}; the style 'vocabulary' splits an nn.Embedding.")
     if module.max_norm is not None or module.sparse:
         raise ModelError(f"{name} uses max_norm or sparse gradients, which a split embedding does not have.")
-    _shard_parameters_(module, region, {"weight": 0})
+    _shard_parameters_(name, module, region, {"weight": 0})
     sizes = _chunks(module.num_embeddings, region.size)
     first, count = sum(sizes[: region.rank]), sizes[region.rank]
     padding = module.padding_idx
@@ -272,10 +272,19 @@ def local(parameter: torch.Tensor | None) -> torch.Tensor | None:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _shard_parameters_(module: nn.Module, region: Region, dims: dict[str, int]) -> None:
+def _shard_parameters_(module_name: str, module: nn.Module, region: Region, dims: dict[str, int]) -> None:
     for name, dim in dims.items():
         parameter = module._parameters.get(name)
-        if parameter is None or isinstance(parameter, DTensor):
+        if parameter is None:
+            continue
+        if isinstance(parameter, DTensor):
+            # Tied to one that was split before.
+            if parameter.placements != (Shard(dim),):
+                raise ModelError(
+                    f"{module_name}.{name} is split along dimension {parameter.placements[0].dim} already, by a module "  # type: ignore[attr-defined]
+                    f"that shares it, and the plan splits it along {dim} here. Give both a style that splits alike, as "
+                    "'vocabulary' and 'colwise_gather_output' do."
+                )
             continue
         sharded = distribute_tensor(parameter.detach(), region.mesh, [Shard(dim)], src_data_rank=None)
         _SHARED.replace(module, name, parameter, nn.Parameter(sharded, parameter.requires_grad))

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import ModelError
 from lightning_3d.parallel import tensor
@@ -50,7 +51,17 @@ def apply_tensor_parallel(module: nn.Module, plan: Mapping[str, str], *, region:
     for name, style in plan.items():
         if name in parts and not isinstance(parts[name], Absent):
             _apply(name, parts, style, region)
+    _check_tied(parts, plan)
     _finish_attention(module, region)
+
+
+def _check_tied(parts: Mapping[str, nn.Module], plan: Mapping[str, str]) -> None:
+    for name, part in parts.items():
+        if name not in plan and any(isinstance(parameter, DTensor) for parameter in part._parameters.values()):
+            raise ModelError(
+                f"{name} shares a parameter with a module that the plan splits. Give it an entry too, as an output "
+                "layer that is tied to an embedding: 'colwise_gather_output'."
+            )
 
 
 def resolve_plan(module: nn.Module) -> dict[str, str]:
