@@ -21,6 +21,7 @@ from lightning_3d.parallel.staged import StagedModule
 from lightning_3d.parallel.stages import SplitModule
 from lightning_3d.parallel.tensor import Region
 from lightning_3d.parallel.tensor_plan import apply_tensor_parallel, resolve_plan, without_cut_pairs
+from lightning_3d.parallel.trunk import find_trunk
 from lightning_3d.parallel.zero import ShardedModule
 
 
@@ -32,6 +33,7 @@ def compose(
     device: torch.device,
     recording: Recording,
     loss_parallel: bool = False,
+    sequence_parallel: bool = False,
 ) -> Share:
     """Give this rank its share of `module`, which is changed in place; collective.
 
@@ -39,6 +41,7 @@ def compose(
         module: whole; on the meta device where it was built under `recording`, else with values (rank 0's count).
         layout: resolved, that of `mesh`.
         loss_parallel: whether logits stay split over the vocabulary.
+        sequence_parallel: whether blocks work on parts of the sequence between split regions.
 
     Raises:
         ModelError: parameters on the meta device that have no initial value, modules that differ between ranks, or a
@@ -59,7 +62,8 @@ def compose(
         if split is not None:
             plan = without_cut_pairs(plan, stages=split.stage_of_blocks)
             split.cursor.stream = region.stream
-        apply_tensor_parallel(module, plan, region=region)
+        stacks = _stacks(module, split) if sequence_parallel else []
+        apply_tensor_parallel(module, plan, region=region, stacks=stacks)
     share: Share
     if split is not None:
         share = apply_pipeline(split, layout=layout, mesh=mesh, device=device)
@@ -68,6 +72,15 @@ def compose(
 
     materialize_(module, roots=share.roots, sources=sources, recording=recording, device=device)
     return share
+
+
+def _stacks(module: nn.Module, split: SplitModule | None) -> list[list[nn.Module]]:
+    """The blocks that follow one another on this rank."""
+    if split is not None:
+        return [split.blocks(stage) for stage in split.stages]
+    trunk = find_trunk(module)
+    container = module.get_submodule(trunk.container)
+    return [[container.get_submodule(name) for name in trunk.blocks]]
 
 
 def split_stages(module: nn.Module, *, layout: Layout, mesh: DeviceMesh, device: torch.device) -> SplitModule:

@@ -21,13 +21,21 @@ _SHAPE_ONLY = {
     torch.Tensor.new_tensor,
 }  # fmt: skip
 
+_READS = {"__bool__", "__int__", "__float__", "__index__", "__contains__", "item", "tolist", "numpy"}
+
 
 class Placeholder(torch.Tensor):
     """A tensor whose values mean nothing; so is everything that is computed from it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _SHAPE_ONLY:
+        name = getattr(func, "__name__", "")
+        if name in _READS:
+            raise ModelError(
+                "the step reads the value of a tensor that was computed by a part of the model that another pipeline "
+                f"rank has (Tensor.{name}). Do so inside of that part, or set pipeline_parallel_size=1."
+            )
+        if func in _SHAPE_ONLY or name == "__repr__":
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs or {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.errors import ModelError
 from lightning_3d.parallel import tensor
 from lightning_3d.parallel.placeholder import Absent
+from lightning_3d.parallel.sequence import SequenceRegion, apply_sequence_parallel
 from lightning_3d.parallel.tensor import Region
 
 # Names of one style in our plans and in those of transformers.
@@ -27,6 +28,9 @@ _STYLES: dict[str, Any] = {
     "replicated_with_grad_allreduce": tensor.apply_replicate,
 }
 
+# Styles of modules that are not split themselves.
+_WHOLE = ("replicate", "replicated_with_grad_allreduce")
+
 _EXAMPLE = """
     def tensor_parallel_plan(self):          # on the model or the LightningModule; names are relative to it
         return {
@@ -37,20 +41,33 @@ _EXAMPLE = """
         }"""
 
 
-def apply_tensor_parallel(module: nn.Module, plan: Mapping[str, str], *, region: Region) -> None:
+def apply_tensor_parallel(
+    module: nn.Module, plan: Mapping[str, str], *, region: Region, stacks: Sequence[list[nn.Module]] = ()
+) -> None:
     """Split the modules of a plan in place; names that are not there belong to another pipeline rank.
 
     Args:
         plan: styles by full name, as `resolve_plan` gives it.
+        stacks: blocks, in order, that work on parts of the sequence (sequence parallelism).
 
     Raises:
         ModelError: an unknown style, a module that a style does not fit, or sizes that do not divide.
     """
     tensor._SHARED.note(module)
     parts = dict(module.named_modules())
+    sequence = SequenceRegion(region.mesh)
+    inside = {part for blocks in stacks for block in blocks for part in block.modules()}
+    planned: list[nn.Module] = []
+    readers: dict[nn.Module, None] = {}
     for name, style in plan.items():
         if name in parts and not isinstance(parts[name], Absent):
-            _apply(name, parts, style, region)
+            planned.append(parts[name])
+            if parts[name] in inside and style not in ("rowwise", *_WHOLE):
+                readers[parts[name.rpartition(".")[0]]] = None
+            _apply(name, parts, style, sequence if parts[name] in inside else region)
+    for blocks in stacks:
+        mine = {part for block in blocks for part in block.modules()}
+        apply_sequence_parallel(blocks, sequence, planned=planned, readers=[part for part in readers if part in mine])
     _check_tied(parts, plan)
     _finish_attention(module, region)
 

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torchmetrics import Metric
 
+from lightning_3d.errors import ModelError
 from lightning_3d.parallel.microbatch import weighted_mean
+from lightning_3d.parallel.placeholder import is_placeholder
 
 
 @dataclass
@@ -86,6 +88,11 @@ class LogRecorder:
     def _log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         if not self.keep:
             return
+        if is_placeholder(value):
+            raise ModelError(
+                f"self.log({name!r}, ...) is given what was computed from an intermediate result of the model that "
+                "another pipeline rank has. Log what comes from the model's output, or set pipeline_parallel_size=1."
+            )
         if args:
             options = {**dict(zip(("prog_bar", "logger", "on_step", "on_epoch"), args, strict=False)), **options}
         entry = self._entries.setdefault((name, options.get("on_epoch")), Entry(name, options=options))

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 from lightning_3d.errors import ModelError
 from lightning_3d.layout import Layout
 from lightning_3d.parallel.microbatch import batch_size, merge_outputs, split_batch, weighted_mean
+from lightning_3d.parallel.placeholder import is_placeholder
 from lightning_3d.parallel.staged import StagedModule
 from lightning_3d.strategies.logs import LogRecorder
 
@@ -115,6 +116,11 @@ class PipelinedStep:
             keep = cursor.stage is not None and cursor.stage.last
             with context(), self._recorder.microbatch(sizes[index], keep=keep):
                 output = function(own, *rest)
+            if keep and is_placeholder(output):
+                raise ModelError(
+                    f"{function.__name__} returned what was computed from an intermediate result of the model that "
+                    "another pipeline rank has. Use the model's output alone, or set pipeline_parallel_size=1."
+                )
             outputs[index] = output
             if factor is None:
                 return torch.zeros((), device=self._module.device)

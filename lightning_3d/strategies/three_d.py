@@ -42,6 +42,7 @@ class ThreeDStrategy(MeshStrategy):
         timeout_seconds: after which a rank that waits for another gives up.
         loss_parallel: under tensor parallelism, keep logits split over the vocabulary: `F.cross_entropy` then runs on
             the parts, and anything else gathers them.
+        sequence_parallel: under tensor parallelism, blocks work on parts of the sequence where no layer is split.
 
     Raises:
         LayoutError: when the Trainer is built, before any process starts.
@@ -59,9 +60,11 @@ class ThreeDStrategy(MeshStrategy):
         process_group_backend: str | None = None,
         timeout_seconds: float = 1800,
         loss_parallel: bool = False,
+        sequence_parallel: bool = False,
     ) -> None:
-        if not isinstance(loss_parallel, bool):
-            raise ConfigError(f"loss_parallel={loss_parallel!r} must be True or False.")
+        for name, value in (("loss_parallel", loss_parallel), ("sequence_parallel", sequence_parallel)):
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name}={value!r} must be True or False. Set {name}=False to leave it out.")
         layout = Layout(
             data_parallel_size=data_parallel_size,
             data_parallel_replicas=data_parallel_replicas,
@@ -73,6 +76,7 @@ class ThreeDStrategy(MeshStrategy):
         )
         super().__init__(layout, process_group_backend=process_group_backend, timeout_seconds=timeout_seconds)
         self._loss_parallel = loss_parallel
+        self._sequence_parallel = sequence_parallel
         self._share: Share | None = None
         self._recording = Recording()
         self._shards_data = False
@@ -151,6 +155,7 @@ class ThreeDStrategy(MeshStrategy):
             device=self.root_device,
             recording=self._recording,
             loss_parallel=self._loss_parallel,
+            sequence_parallel=self._sequence_parallel,
         )
         self._recording = Recording()
         module.to(self.root_device)
