@@ -53,6 +53,7 @@ class Cursor:
     wire: torch.Tensor | None = None
     probing: bool = False
     shapes: dict[int, torch.Tensor] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
     stream: Callable[[], str] = field(default=lambda: "")
 
     @contextmanager
@@ -64,6 +65,7 @@ class Cursor:
             seed: of this micro-batch, equal on all ranks of the pipeline.
         """
         self.stage, self.wire, self.seed, self.next, self.probing = stage, wire, seed, 0, probing
+        self.used.clear()
         self.reseed("step")
         try:
             yield
@@ -123,16 +125,30 @@ class Cursor:
             ModelError: it runs on the other side of the trunk than the order of registration told.
         """
         if before and self.next == 0:
+            self.used.add(name)
             return
+        if name in self.used:
+            raise ModelError(
+                f"{name} is called a second time in one step, after the blocks. Under a pipeline a step may call the "
+                "model once; its parameters may be reused by tying them."
+            )
         place, use = ("before", "after") if before else ("after", "before")
         raise ModelError(
             f"{name} is registered {place} the blocks, so {'the first' if before else 'the last'} pipeline stage has "
             f"it, but the step uses it {use} them. Register it in the order of use, or reuse a parameter by tying it."
         )
 
-    def finished(self) -> bool:
-        """Whether the run went through all blocks."""
-        return self.next == len(self.names)
+    def check_finished(self) -> None:
+        """The user's step has returned.
+
+        Raises:
+            ModelError: it has not called all blocks.
+        """
+        if self.next < len(self.names):
+            raise ModelError(
+                f"the step returned before {self.names[self.next]} was called: under a pipeline each step calls the "
+                "model once."
+            )
 
     # ------------------------------------------------------------------ parts
 

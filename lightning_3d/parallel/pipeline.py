@@ -24,7 +24,6 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 
-from lightning_3d.errors import ModelError
 from lightning_3d.parallel.cursor import Stage, StageDone
 from lightning_3d.parallel.share import Share
 from lightning_3d.parallel.stages import SplitModule
@@ -117,6 +116,11 @@ class Pipeline:
         try:
             with self._random_streams():
                 self._schedules[plan].step(index=indices, return_outputs=False, **targets)
+        except RuntimeError as error:
+            if error.__cause__ is not None and "failed to run forward" in str(error):
+                # The user's own, or one of ours that says what to do.
+                raise error.__cause__ from None
+            raise
         finally:
             self._step = None
 
@@ -129,11 +133,7 @@ class Pipeline:
                 result = self._step(index)
             except StageDone as done:
                 return done.hidden
-            if not cursor.finished():
-                raise ModelError(
-                    f"the step returned before {cursor.names[cursor.next]} was called: under a pipeline each step "
-                    "calls the model once."
-                )
+            cursor.check_finished()
             return result
 
     def wire_of(self, stage: Stage, plan: Plan) -> Wire:
@@ -157,6 +157,7 @@ class Pipeline:
                 try:
                     with cursor.serving(stage, wire=None, seed="probe", probing=True):
                         step(index)
+                        cursor.check_finished()
                 except StageDone:
                     pass
             for other in self.split.all_stages[1:]:
