@@ -24,6 +24,7 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 
+from lightning_3d.errors import ModelError
 from lightning_3d.parallel.cursor import Stage, StageDone
 from lightning_3d.parallel.share import Share
 from lightning_3d.parallel.stages import SplitModule
@@ -200,6 +201,12 @@ class _StageModule(nn.Module):
             return result
         flat = result.reshape(-1)
         missing = self._sends.numel - flat.numel()
+        if missing < 0 or flat.dtype != self._sends.dtype:
+            raise ModelError(
+                f"a stage sends {flat.dtype} of shape {tuple(result.shape)}, where {self._sends.dtype} of at most "
+                f"{self._sends.numel} numbers was expected from the first micro-batch of this shape: the shape or dtype "
+                "of activations depends on values in the batch. Pad to a length that the batch's shape tells."
+            )
         return F.pad(flat, (0, missing)) if missing else flat
 
 

@@ -186,7 +186,8 @@ def apply_rowwise(name: str, module: nn.Module, region: Region) -> None:
         weight = local(self.weight)
         output = F.linear(hidden, weight.T if weight_dim == 0 else weight)
         output = region.out_of(output)
-        return output if self.bias is None else output + region.whole(self.bias)
+        # Under autocast the product is in half precision, and so is a Linear's sum with its bias.
+        return output if self.bias is None else output + region.whole(self.bias).to(output.dtype)
 
     _set_forward(module, forward)
 

@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten
 
 from lightning_3d.errors import ModelError
 from lightning_3d.layout import Layout
-from lightning_3d.parallel.microbatch import batch_size, merge_outputs, split_batch, weighted_mean
+from lightning_3d.parallel.microbatch import batch_size, map_tensors, merge_outputs, split_batch, weighted_mean
 from lightning_3d.parallel.placeholder import is_placeholder
 from lightning_3d.parallel.staged import StagedModule
 from lightning_3d.strategies.logs import LogRecorder
+from lightning_3d.strategies.step_guards import PartialModules, SharedBuffers
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -53,6 +54,10 @@ class PipelinedStep:
         self.seed = seed
         self.running = False
         self._recorder = LogRecorder(module)
+        self._partial = PartialModules(module)
+        split = share.pipeline.split
+        self._buffers = SharedBuffers(module, own=[part for stage in split.stages for part in split.pieces(stage)])
+        self._evaluated = 0
 
     def train(
         self, args: tuple[Any, ...], *, context: Context, factor: float, first: bool, last: bool
@@ -111,10 +116,10 @@ class PipelinedStep:
         cursor = pipeline.split.cursor
 
         def step(index: int) -> torch.Tensor:
-            # What the step changes in its batch must not reach another stage's run of it.
-            own = tree_map(lambda leaf: leaf, microbatches[index])
+            # What the step changes in its batch, containers or tensors, must not reach another run of it.
+            own = map_tensors(torch.clone, microbatches[index])
             keep = cursor.stage is not None and cursor.stage.last
-            with context(), self._recorder.microbatch(sizes[index], keep=keep):
+            with context(), self._recorder.microbatch(sizes[index], keep=keep), self._partial.guarded():
                 output = function(own, *rest)
             if keep and is_placeholder(output):
                 raise ModelError(
@@ -133,8 +138,8 @@ class PipelinedStep:
                 pipeline.run(
                     step,
                     sizes=sizes,
-                    signature=_signature(batch, sizes),
-                    seed=f"{self.seed}/{function.__name__}/{self._place(rest)}/{self._data_group.rank()}",
+                    signature=_signature(batch, sizes, function.__name__),
+                    seed=f"{self.seed}/{function.__name__}/{self._place(training)}/{self._data_group.rank()}",
                     training=training,
                     sync=last,
                     loss_dtype=torch.get_default_dtype() if not training else self._loss_dtype(),
@@ -150,11 +155,13 @@ class PipelinedStep:
         if self._share.pipeline.has_last_stage:
             loss = weighted_mean(losses, sizes) if losses else torch.zeros(())
             merged = merge_outputs(_without_loss(outputs) if losses else outputs, sizes=sizes)
-            box = [(loss, merged, self._recorder.take())]
+            box = [(loss, merged, self._recorder.take(), self._buffers.changed())]
         if self._group.size() > 1:
-            box = tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), box)
+            box = map_tensors(lambda t: t.detach().cpu(), box)
             dist.broadcast_object_list(box, group=self._group, group_src=self._group.size() - 1)
-        loss, merged, logs = tree_map_only(torch.Tensor, lambda t: t.detach().to(device), box[0])
+        loss, merged, logs, buffers = map_tensors(lambda t: t.detach().to(device), box[0])
+        if not self._share.pipeline.has_last_stage:
+            self._buffers.update(buffers)
         self._recorder.emit(logs)
         return loss, merged
 
@@ -162,7 +169,7 @@ class PipelinedStep:
         """Micro-batches of a batch of `size` samples: as asked for, or as samples and schedule allow."""
         stages = self._layout.pipeline
         count = min(self._layout.num_microbatches or 2 * stages, size)
-        if self._layout.data > 1 and self._layout.zero_stage >= 2:
+        if self._layout.data_parallel_shards > 1 and (self._layout.zero_stage >= 2 or not training):
             # Each micro-batch gathers or reduces over data-parallel ranks, whose last batches may differ in size.
             fewest = torch.tensor(count, device=self._module.device)
             dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=self._data_group)
@@ -172,8 +179,12 @@ class PipelinedStep:
                 count -= 1
         return count
 
-    def _place(self, rest: list[Any]) -> str:
-        return "/".join(map(str, [self._module.current_epoch, *rest]))
+    def _place(self, training: bool) -> str:
+        """Names the batch among all of a run, on a resumed run too."""
+        if training:
+            return str(self._module.trainer.fit_loop.epoch_loop.total_batch_idx)
+        self._evaluated += 1
+        return str(self._evaluated)
 
     def _loss_dtype(self) -> torch.dtype:
         return next((p.dtype for p in self._module.parameters() if p.is_floating_point()), torch.float32)
@@ -216,7 +227,12 @@ def _without_loss(outputs: list[Any]) -> list[Any]:
     ]
 
 
-def _signature(batch: Any, sizes: list[int]) -> Any:
-    leaves, spec = tree_flatten(batch)
-    shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return shapes, str(spec), tuple(sizes)
+def _signature(batch: Any, sizes: list[int], step: str) -> Any:
+    """Equal for batches from which a step of this name makes activations of equal shapes."""
+    leaves, spec = tree_flatten(map_tensors(lambda t: t, batch))
+    described = tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor | int | float | bool)
+    )
+    return step, described, str(spec), tuple(sizes)
