@@ -88,6 +88,13 @@ class Language(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, **self.optimizer)
 
 
+def changed_in_place(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    logits[..., 5] = -3.0
+    logits.mul_(0.7)
+    logits += 0.1 * logits.detach().square()
+    return F.cross_entropy(logits.flatten(0, 1), targets)
+
+
 LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "flat": lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets),
     "ignored targets": lambda logits, targets: F.cross_entropy(
@@ -106,6 +113,7 @@ LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     ),
     "classes second": lambda logits, targets: F.cross_entropy(logits.mT, targets.view(len(logits), -1)),
     "own softmax": lambda logits, targets: -logits.log_softmax(-1).flatten(0, 1).gather(1, targets[:, None]).mean(),
+    "changed in place": lambda logits, targets: changed_in_place(logits, targets),
     "used in other ways too": lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets),
 }  # fmt: skip
 
@@ -238,6 +246,7 @@ def fit_hugging_face(layout: str | None, kind: str, labels: bool, settings: dict
     ("layout", "kind"),
     [
         *((layout, kind) for layout in ("tp2", "tp2-pp2") for kind in ("llama", "gpt2")),
+        ("tp2-pp2@interleaved1f1b", "llama"),
         ("tp4", "llama"),
         ("tp2", "qwen3"),
         ("zero3x2-tp2", "qwen3"),

@@ -15,8 +15,9 @@ _KEEPS_SPLIT = {
     torch.Tensor.float, torch.Tensor.double, torch.Tensor.bfloat16, torch.Tensor.half, torch.Tensor.contiguous,
 }  # fmt: skip
 # Questions that the shape, dtype and device of the whole answer.
-_DESCRIBES = {"size", "dim", "ndimension", "is_floating_point", "element_size", "numel"}
+_DESCRIBES = {"__len__", "size", "dim", "ndimension", "is_floating_point", "element_size", "numel"}
 _ATTRIBUTES = {"shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "itemsize", "names"}
+_IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
 
 
 class SplitLogits(torch.Tensor):
@@ -30,6 +31,7 @@ class SplitLogits(torch.Tensor):
     _group: ProcessGroup
     _sizes: list[int]
     _gather: Callable[..., torch.Tensor]
+    _changed: torch.Tensor | None = None
 
     @staticmethod
     def wrap(
@@ -43,7 +45,7 @@ class SplitLogits(torch.Tensor):
         return made
 
     def whole(self) -> torch.Tensor:
-        return self._gather(self._part, self._group, self._sizes)
+        return self._changed if self._changed is not None else self._gather(self._part, self._group, self._sizes)
 
     def _like(self, part: torch.Tensor) -> SplitLogits:
         return SplitLogits.wrap(part, group=self._group, sizes=self._sizes, gather=self._gather)
@@ -60,11 +62,17 @@ class SplitLogits(torch.Tensor):
             if name in _DESCRIBES or attribute in _ATTRIBUTES:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-            if func is F.cross_entropy and _is_plain_loss(first, args, kwargs):
-                return _split_cross_entropy(first, *args[1:], **kwargs)
-            kept = _keep_split(first, func, name, args, kwargs)
-            if kept is not None:
-                return kept
+            if _is_in_place(name):
+                # From here on these logits are the gathered ones.
+                first._changed = first.whole()
+                result = func(first._changed, *args[1:], **kwargs)
+                return first if result is first._changed else result
+            if first._changed is None:
+                if func is F.cross_entropy and _is_plain_loss(first, args, kwargs):
+                    return _split_cross_entropy(first, *args[1:], **kwargs)
+                kept = _keep_split(first, func, name, args, kwargs)
+                if kept is not None:
+                    return kept
         unwrapped_args, unwrapped_kwargs = torch.utils._pytree.tree_map_only(
             SplitLogits, lambda logits: logits.whole(), (args, kwargs)
         )
@@ -100,6 +108,10 @@ def _keep_split(logits: SplitLogits, func: Any, name: str, args: Any, kwargs: An
         if plain and whole_last and before_dots:
             return logits._like(part[args[1]])
     return None
+
+
+def _is_in_place(name: str) -> bool:
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 def _is_plain_loss(logits: SplitLogits, args: Any, kwargs: Any) -> bool:

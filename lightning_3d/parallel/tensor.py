@@ -176,6 +176,8 @@ def apply_colwise(name: str, module: nn.Module, region: Region, *, gather: bool 
 def apply_rowwise(name: str, module: nn.Module, region: Region) -> None:
     """Split a Linear's (or Conv1D's) inputs; the bias is added once, after the sum."""
     weight_dim = 0 if _is_conv1d(module) else 1
+    if weight_dim == 1:
+        _linear(name, module, "rowwise")
     size = module.weight.shape[weight_dim]  # type: ignore[index]
     _check_divides(name, "inputs", int(size), region.size)
     _shard_parameters_(name, module, region, {"weight": weight_dim})
@@ -228,7 +230,8 @@ def apply_slice(name: str, module: nn.Module, region: Region, *, parts: list[int
     transposed = _is_conv1d(module)
 
     def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
-        index = columns.to(hidden.device)
+        nonlocal columns
+        columns = index = columns.to(hidden.device)
         weight = copy_in(self.weight, region.group).index_select(1 if transposed else 0, index)
         bias = None if self.bias is None else copy_in(self.bias, region.group).index_select(0, index)
         output = F.linear(region.copy_in(hidden), weight.T if transposed else weight, bias)
