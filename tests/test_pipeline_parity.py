@@ -145,3 +145,49 @@ def test_random_numbers_do_not_depend_on_the_cuts() -> None:
         assert ranks[0]["losses"] == expected["losses"], layout
         got = united(ranks)
         assert all(torch.equal(got[name], expected["weights"][name]) for name in got), layout
+
+
+@pytest.mark.parametrize("layout", ["zero1x2-pp2@interleaved1f1b", "zero3x2-pp2@interleaved1f1b"])
+def test_interleaved_stages_work_with_shards(layout: str) -> None:
+    ranks = run(layout, fit_encoder, 1)
+    expected = run("zero1x2-pp2", fit_encoder, 1)
+    assert ranks[0]["losses"] == pytest.approx(expected[0]["losses"], rel=1e-9)
+    assert largest_difference(united(ranks), united(expected)) < 1e-9
+
+
+class FrozenStart(Encoder):
+    """Fine-tuning: what the first stage has is frozen; a buffer counts steps after the model's call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        for part in (self.embedding, self.blocks[0], self.blocks[1]):
+            part.requires_grad_(False)
+        self.position.requires_grad_(False)
+        self.temperature.requires_grad_(False)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        output = super().training_step(batch, batch_idx)
+        self.steps += 1
+        return output
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+def fit_frozen(layout: str | None) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    module, recorder = FrozenStart(), Recorder()
+    trainer = trainer_for(layout, max_steps=3, precision="64-true", callbacks=[recorder])
+    trainer.fit(module, ordered(Sentences(24), replicas=1, collate_fn=collate))
+    return {"losses": recorder.losses, "weights": whole_weights(module), "steps": int(module.steps)}
+
+
+def test_a_stage_without_trained_parameters_and_a_buffer_that_the_step_changes() -> None:
+    expected, ranks = run(None, fit_frozen)[0], run("pp2", fit_frozen)
+    weights = {name: value for name, value in expected["weights"].items() if name != "steps"}
+    for got in ranks:
+        assert got["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+        # Once for each micro-batch.
+        assert got["steps"] == ranks[-1]["steps"] == 12
+    assert largest_difference({name: value for name, value in united(ranks).items() if name != "steps"}, weights) < 1e-9

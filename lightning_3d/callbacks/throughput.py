@@ -15,8 +15,8 @@ _TOKEN_FIELDS = ("tokens", "input_ids")
 class Throughput(L.Callback):
     """Logs `tokens_per_second` where batches hold token ids, else `samples_per_second`, over all data-parallel ranks.
 
-    It is logged every `log_every_n_steps` optimizer steps of the Trainer, as the mean since the last time. Time spent in
-    validation and in writing checkpoints does not count.
+    It is logged every `log_every_n_steps` optimizer steps of the Trainer, as the mean since the last time. Validation
+    and writing checkpoints do not count.
     """
 
     def __init__(self) -> None:

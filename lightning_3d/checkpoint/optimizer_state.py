@@ -21,7 +21,7 @@ Names = Mapping[torch.Tensor, str]
 def flatten(optimizer: Optimizer, *, names: Names) -> dict[str, Any]:
     """State and options by parameter name; tensors are the optimizer's own, not copies."""
     flat: dict[str, Any] = {}
-    for parameter, group in _parameters(optimizer):
+    for parameter, group in _parameters(optimizer, names):
         name = names[parameter]
         for entry, value in optimizer.state.get(parameter, {}).items():
             flat[f"state.{name}.{entry}"] = value
@@ -40,7 +40,7 @@ def template(optimizer: Optimizer, *, names: Names, saved: Mapping[str, Any]) ->
     Raises:
         CheckpointError: parameters that the checkpoint's optimizer did not have.
     """
-    wanted = {names[parameter]: parameter for parameter, _ in _parameters(optimizer)}
+    wanted = {names[parameter]: parameter for parameter, _ in _parameters(optimizer, names)}
     room: dict[str, Any] = {}
     known: set[str] = set()
     for key, entry in saved.items():
@@ -57,7 +57,7 @@ def template(optimizer: Optimizer, *, names: Names, saved: Mapping[str, Any]) ->
 
 def restore_(optimizer: Optimizer, flat: Mapping[str, Any], *, names: Names) -> None:
     """Give an optimizer the state and options that were loaded into its `template`."""
-    for parameter, group in _parameters(optimizer):
+    for parameter, group in _parameters(optimizer, names):
         name = names[parameter]
         prefix = f"state.{name}."
         entries = {key.removeprefix(prefix): value for key, value in flat.items() if key.startswith(prefix)}
@@ -67,10 +67,12 @@ def restore_(optimizer: Optimizer, flat: Mapping[str, Any], *, names: Names) -> 
         group.update({key.removeprefix(prefix): value for key, value in flat.items() if key.startswith(prefix)})
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+def _parameters(optimizer: Optimizer, names: Names) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            yield parameter, group
+            # A stand-in for the parameters that other ranks have holds nothing, and has no name.
+            if parameter in names or parameter.numel():
+                yield parameter, group
 
 
 def _room(parameter: torch.Tensor, saved: Any) -> torch.Tensor | None:

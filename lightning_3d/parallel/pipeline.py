@@ -32,6 +32,9 @@ from lightning_3d.parallel.stages import SplitModule
 # The user's step for one micro-batch: the loss on the last stage (any tensor where nothing is trained).
 Step = Callable[[int], torch.Tensor]
 
+# One for training, one for evaluation, and some for batches of other sizes.
+_MOST_SCHEDULES = 6
+
 # Stages that each rank has, where a schedule interleaves them.
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved1f1b": 2}
 
@@ -111,6 +114,9 @@ class Pipeline:
             self._plans[signature] = self._probe(step, sizes)
         plan = Plan(self._plans[signature], len(sizes), training, loss_dtype)
         if plan not in self._schedules:
+            # Each keeps buffers for what it receives. All ranks see the same plans, so they drop the same ones.
+            while len(self._schedules) >= _MOST_SCHEDULES:
+                del self._schedules[next(iter(self._schedules))]
             self._schedules[plan] = self._build(plan)
         indices = torch.arange(len(sizes))
         targets = {"target": indices} if training else {}
@@ -204,7 +210,7 @@ class _StageModule(nn.Module):
         if missing < 0 or flat.dtype != self._sends.dtype:
             raise ModelError(
                 f"a stage sends {flat.dtype} of shape {tuple(result.shape)}, where {self._sends.dtype} of at most "
-                f"{self._sends.numel} numbers was expected from the first micro-batch of this shape: the shape or dtype "
+                f"{self._sends.numel} numbers was expected from the first micro-batch like it: the shape or dtype "
                 "of activations depends on values in the batch. Pad to a length that the batch's shape tells."
             )
         return F.pad(flat, (0, missing)) if missing else flat

@@ -70,7 +70,6 @@ class Shadow:
                     memo[id(hooks)] = OrderedDict()
         self.module = copy.deepcopy(module, memo)
         self._known: dict[Any, Any] = {}
-        self._zeros: dict[Any, torch.Tensor] = {}
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's output for these arguments, as placeholders."""
@@ -88,11 +87,7 @@ class Shadow:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
     def _placeholder(self, fake: torch.Tensor) -> torch.Tensor:
-        key = fake.shape, fake.dtype, fake.device
-        if key not in self._zeros:
-            self._zeros[key] = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
-        # In-place operations on it may leave anything there: its values mean nothing.
-        return self._zeros[key].view(fake.shape).as_subclass(Placeholder)
+        return _memory(fake.numel(), fake.dtype, fake.device).view(fake.shape).as_subclass(Placeholder)
 
 
 class Absent(nn.Module):
@@ -127,6 +122,17 @@ class Absent(nn.Module):
                 "the parameter to one that this part of the model has."
             )
         return value
+
+
+# One for all placeholders of a kind: whatever in-place operations leave there, the values mean nothing.
+_MEMORY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def _memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    known = _MEMORY.get((dtype, device))
+    if known is None or known.numel() < numel:
+        known = _MEMORY[dtype, device] = torch.zeros(numel, dtype=dtype, device=device)
+    return known[:numel]
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:

@@ -96,11 +96,15 @@ class SplitModule:
 
     @contextmanager
     def serving(self, stage: Stage) -> Iterator[None]:
-        """Only this stage's blocks are in the trunk."""
+        """Only this stage's parts are in the module."""
         if len(self.stages) == 1:
             yield
             return
         home = dict(self._container._modules)
+        others = (() if stage.first else self.trunk.before) + (() if stage.last else self.trunk.after)
+        edges = {name: self.module.get_submodule(name) for name in others}
+        for name in edges:
+            self._replace(name, self._edges[name])
         for other in self.stages:
             if other is not stage:
                 for index in other.blocks:
@@ -109,6 +113,8 @@ class SplitModule:
             yield
         finally:
             self._container._modules.update(home)
+            for name, part in edges.items():
+                self._replace(name, part)
 
     @contextmanager
     def probing(self) -> Iterator[Stage]:

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import ModelError
 from lightning_3d.parallel import tensor
@@ -27,6 +26,9 @@ _STYLES: dict[str, Any] = {
     "replicate": tensor.apply_replicate,
     "replicated_with_grad_allreduce": tensor.apply_replicate,
 }
+
+# Styles under which each rank has a part of the weights.
+_SPLIT = ("colwise", "rowwise", "vocabulary", "embedding_rowwise", "colwise_gather_output", "colwise_rep")
 
 # Styles of modules that are not split themselves.
 _WHOLE = ("replicate", "replicated_with_grad_allreduce")
@@ -68,13 +70,16 @@ def apply_tensor_parallel(
     for blocks in stacks:
         mine = {part for block in blocks for part in block.modules()}
         apply_sequence_parallel(blocks, sequence, planned=planned, readers=[part for part in readers if part in mine])
-    _check_tied(parts, plan)
     _finish_attention(module, region)
 
 
 def _check_tied(parts: Mapping[str, nn.Module], plan: Mapping[str, str]) -> None:
+    """On the whole model: a pipeline rank would see its own side of a tie alone."""
+    split = {id(p) for name in plan for p in parts[name]._parameters.values() if plan[name] in _SPLIT}
     for name, part in parts.items():
-        if name not in plan and any(isinstance(parameter, DTensor) for parameter in part._parameters.values()):
+        if name not in plan and any(
+            id(parameter) in split for parameter in part._parameters.values() if parameter is not None
+        ):
             raise ModelError(
                 f"{name} shares a parameter with a module that the plan splits. Give it an entry too, as an output "
                 "layer that is tied to an embedding: 'colwise_gather_output'."
@@ -96,6 +101,7 @@ def resolve_plan(module: nn.Module) -> dict[str, str]:
                 f"the tensor-parallel plan's entry {pattern!r} matches no module. Plan entries look like:{_EXAMPLE}"
             )
         resolved.update(dict.fromkeys(found, style))
+    _check_tied(dict(module.named_modules()), resolved)
     return resolved
 
 

@@ -47,8 +47,8 @@ def _one_only(name: str, part: nn.Module) -> Any:
             return
         yield next(found)
         raise ModelError(
-            f"the step goes through all parameters of {name or type(part).__name__}, but under a pipeline each rank has "
-            "a part of them. Use the optimizer's weight_decay for a penalty on weights, or set pipeline_parallel_size=1."
+            f"the step goes through all parameters of {name or type(part).__name__}, but each pipeline rank has a part "
+            "of them. Use the optimizer's weight_decay for a penalty on weights, or set pipeline_parallel_size=1."
         )
 
     return named_parameters

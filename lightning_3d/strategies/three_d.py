@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout, Size
 from lightning_3d.parallel.compose import compose
+from lightning_3d.parallel.cursor import seed_generators
 from lightning_3d.parallel.gradients import clip_by_norm_, clip_by_value_, global_norm
 from lightning_3d.parallel.init import Recording, record_initialization, record_operations
 from lightning_3d.parallel.mesh import data_parallel_group
@@ -25,7 +26,7 @@ from lightning_3d.strategies import resume
 from lightning_3d.strategies.agreement import agree_on_best, agree_on_plateaus, show_whole_scalars
 from lightning_3d.strategies.logs import share_metrics
 from lightning_3d.strategies.mesh_strategy import MeshStrategy
-from lightning_3d.strategies.optimizers import step_by_kind
+from lightning_3d.strategies.optimizers import optimizers_of_a_part, step_by_kind
 from lightning_3d.strategies.pipelined_step import Context, PipelinedStep
 from lightning_3d.strategies.predictions import gather_predictions
 from lightning_3d.strategies.sampling import shard_dataloader
@@ -83,6 +84,7 @@ class ThreeDStrategy(MeshStrategy):
         self._pending_random_state: dict[str, Any] | None = None
         self._pipelined: PipelinedStep | None = None
         self._accumulating = False
+        self._seed = 0
 
     @property
     def share(self) -> Share:
@@ -125,7 +127,8 @@ class ThreeDStrategy(MeshStrategy):
         self._reset_optimizers_and_schedulers()
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            self.setup_optimizers(trainer)
+            with optimizers_of_a_part(self.lightning_module) if self.layout.pipeline > 1 else nullcontext():
+                self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
                 step_by_kind(optimizer)
             if self.lightning_module.automatic_optimization:
@@ -142,7 +145,7 @@ class ThreeDStrategy(MeshStrategy):
                 f"{type(module).__name__} sets automatic_optimization=False, but a pipeline runs the backward itself. "
                 "Set pipeline_parallel_size=1, or use automatic optimization."
             )
-        seed = self._recording.seed = self.broadcast(torch.initial_seed())
+        self._seed = self._recording.seed = self.broadcast(torch.initial_seed())
         if self._layer_sync is not None:
             # Changes the module's own layers in place.
             self._layer_sync.apply(module)
@@ -173,7 +176,7 @@ class ThreeDStrategy(MeshStrategy):
                 layout=self.layout,
                 group=self.mesh["pp"].get_group(),
                 data_group=data_parallel_group(self.mesh),
-                seed=seed,
+                seed=self._seed,
             )
         module.__dict__["_lightning_3d_strategy"] = self
         return share
@@ -207,6 +210,10 @@ class ThreeDStrategy(MeshStrategy):
         self._continue_random_state()
         if self._pipelined is not None:
             return self._train_pipelined(self._pipelined, args)
+        if self.layout.tensor > 1:
+            # Tensor-parallel ranks must draw alike, whatever one of them has drawn between two steps.
+            batch = self.lightning_module.trainer.fit_loop.epoch_loop.total_batch_idx
+            seed_generators(f"{self._seed}/{batch}/{self.data_parallel_rank}")
         with self.precision_plugin.train_step_context():
             return self.share.run(self.lightning_module.training_step, *args, **kwargs)
 
