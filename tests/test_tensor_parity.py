@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from modules import VOCAB, Points, Rows
 from pipelined_modules import HF_CONFIGS, HuggingFace
 from test_pipeline_parity import fit_mlp, united
-from test_zero_parity import largest_difference, replicas
+from test_zero_parity import fit_gan, fit_gpt, largest_difference, replicas
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import Recorder, ordered, run, trainer_for, whole_weights
@@ -170,6 +170,62 @@ def test_gpt_trains_as_in_one_process(layout: str, case: str) -> None:
     assert_equal(run(layout, fit_case, case), by_one(case))
 
 
+@pytest.mark.parametrize("layout", ["zero3x2-tp2", "zero1x2-tp2"])
+@pytest.mark.parametrize("case", ["101 tokens", "101 tokens, tied"])
+def test_vocabulary_that_does_not_divide_trains_as_in_one_process_under_zero(layout: str, case: str) -> None:
+    assert_equal(run(layout, fit_case, case), by_one(case))
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp4", "zero3x2-tp2", "tp2-pp2"])
+def test_fit_with_validation_is_that_of_one_process(layout: str) -> None:
+    expected = run(None, fit_gpt, 1, {})[0]
+    ranks = run(layout, fit_gpt, 1, {})
+    for got in ranks:
+        assert got["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+        assert got["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-9)
+    assert largest_difference(united(ranks), expected["weights"]) < 1e-9
+
+
+@pytest.mark.parametrize("layout", ["tp2", "zero1x2-tp2"])
+def test_manual_optimization_of_two_optimizers_is_that_of_one_process(layout: str) -> None:
+    expected = run(None, fit_gan, True)[0]
+    for got in run(layout, fit_gan, True):
+        assert got["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+        assert largest_difference(got["weights"], expected["weights"]) < 1e-9
+
+
+def fit_frozen(layout: str | None) -> dict[str, Any]:
+    def build() -> Language:
+        module = Language()
+        module.model.embed.requires_grad_(False)
+        module.model.layers[0].requires_grad_(False)
+        module.model.layers[1].attention.wo.requires_grad_(False)
+        module.model.layers[2].attention.wk.requires_grad_(False)
+        module.model.head.requires_grad_(False)
+        return module
+
+    return train(layout, build, {"gradient_clip_val": 0.3})
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp4", "zero3x2-tp2", "tp2-pp2"])
+def test_frozen_weights_stay_and_others_train_as_in_one_process(layout: str) -> None:
+    assert_equal(run(layout, fit_frozen), run(None, fit_frozen)[0])
+
+
+def fit_half(layout: str | None, precision: str, loss_parallel: bool) -> dict[str, Any]:
+    return train(layout, Language, {"precision": precision, "loss_parallel": loss_parallel})
+
+
+@pytest.mark.parametrize("loss_parallel", [False, True])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("layout", ["tp2", "tp2-pp2"])
+def test_half_precision_stays_near_one_process(layout: str, precision: str, loss_parallel: bool) -> None:
+    expected = run(None, fit_half, precision, False)[0]
+    for got in run(layout, fit_half, precision, loss_parallel):
+        assert got["losses"] == pytest.approx(expected["losses"], rel=1e-2)
+        assert got["norms"] == pytest.approx(expected["norms"], rel=3e-2)
+
+
 def fit_uneven_vocabulary(layout: str | None) -> dict[str, Any]:
     widths: set[int] = set()
 
@@ -249,6 +305,8 @@ def fit_hugging_face(layout: str | None, kind: str, labels: bool, settings: dict
         ("tp2-pp2@interleaved1f1b", "llama"),
         ("tp4", "llama"),
         ("tp2", "qwen3"),
+        ("tp4", "qwen3"),
+        ("tp4", "gpt2"),
         ("zero3x2-tp2", "qwen3"),
         ("zero3x2-tp2", "gpt2"),
     ],
