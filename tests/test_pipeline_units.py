@@ -339,6 +339,10 @@ def by_one(blocks: int, settings: dict[str, Any]) -> dict[str, Any]:
         ("pp2@gpipe", 4, 16, 3),
         ("pp2", 4, 8, 1),
         ("single", 4, 16, 3),
+        ("pp2", 4, 28, None),  # a last batch of one sample
+        ("pp4", 4, 28, None),
+        ("pp2@interleaved1f1b", 5, 28, None),
+        ("pp2@interleaved1f1b", 4, 7, 3),
     ],
 )
 def test_uneven_blocks_and_micro_batches_train_as_in_one_process(
@@ -366,6 +370,35 @@ def test_parameters_of_the_module_itself_train_under_zero_too(layout: str) -> No
     moved = [expected["weights"][name] for name in ("position", "both", "temperature")]
     start = [Chain().double().state_dict()[name] for name in ("position", "both", "temperature")]
     assert all((a - b).abs().max() > 1e-3 for a, b in zip(moved, start, strict=True))
+
+
+class Sharing(Chain):
+    """Blocks that share a weight."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__()
+        self.blocks[second].mlp[0].weight = self.blocks[first].mlp[0].weight
+
+
+def fit_sharing(layout: str | None, first: int, second: int) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    recorder, module = Recorder(), Sharing(first, second)
+    trainer = trainer_for(layout, max_steps=3, precision="64-true", callbacks=[recorder])
+    trainer.fit(module, ordered(Points(24), replicas=1))
+    return {"losses": recorder.losses, "norms": recorder.norms, "weights": whole_weights(module)}
+
+
+@pytest.mark.distributed
+def test_blocks_may_share_a_weight_on_one_stage_alone() -> None:
+    expected, ranks = run(None, fit_sharing, 0, 1)[0], run("pp2", fit_sharing, 0, 1)
+    for got in ranks:
+        assert got["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+        assert got["norms"] == pytest.approx(expected["norms"], rel=1e-9)
+    assert largest_difference(united(ranks), expected["weights"]) < 1e-9
+    with pytest.raises(
+        LaunchError, match="(?s)ModelError: blocks.0.mlp.0.weight is shared between blocks.0 and blocks.3"
+    ):
+        run("pp2", fit_sharing, 0, 3, timeout_seconds=50)
 
 
 @pytest.mark.distributed
