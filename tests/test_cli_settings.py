@@ -1,11 +1,13 @@
 """Every setting of every recipe refuses a bad value by name, quickly, and before anything is written or started."""
 
+import math
 import time
 
 import pytest
 import yaml
 
 from lightning_3d.cli import main
+from lightning_3d.cli.check import check_layout
 from lightning_3d.cli.config import compose_recipe, groups, recipes
 from lightning_3d.cli.train import prepare
 from lightning_3d.errors import ConfigError, LayoutError
@@ -214,12 +216,21 @@ def test_layout_and_another_number_of_devices_do_not_fit(capsys):
         ("zero1x2", {"zero_stage": 1, "data_parallel_size": 2}),
         ("hsdp2x2", {"zero_stage": 3, "data_parallel_size": 4, "data_parallel_replicas": 2}),
         ("single", {"data_parallel_size": 1}),
+        ("zero3x2-tp2-pp2", {"data_parallel_size": 2, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+        ("pp4@gpipe", {"data_parallel_size": 1, "pipeline_parallel_size": 4, "schedule": "gpipe"}),
     ],
 )
 def test_layout_sets_the_strategy_and_the_number_of_processes(name, sizes):
     _, _, config, _ = prepare([f"layout={name}"])
     assert config["strategy"].items() >= sizes.items()
-    assert config["trainer"]["devices"] == sizes["data_parallel_size"]
+    axes = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
+    assert config["trainer"]["devices"] == math.prod(sizes.get(axis, 1) for axis in axes)
+
+
+@pytest.mark.parametrize(("devices", "name"), [(4, "tp2-pp2"), (8, "zero3x2-tp2-pp2"), (16, "zero3x4-tp2-pp2")])
+def test_default_recipe_shards_over_more_processes_than_it_splits_over(devices, name):
+    _, _, config, _ = prepare([f"trainer.devices={devices}"])
+    assert check_layout(config, world_size=devices).name == name
 
 
 def test_argument_that_the_recipe_does_not_set_can_be_given_all_the_same():

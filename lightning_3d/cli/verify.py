@@ -330,7 +330,7 @@ def help_text() -> str:
         "layout fails.",
         "",
         "  layouts   axes joined by '-': dpN (replicas), zeroSxN (stage S over N), hsdpRxN (stage 3, R replicas of N",
-        "            shards), tpN, ppN, ppN@schedule, as far as the strategy has them.",
+        "            shards), tpN, ppN (1F1B), ppN@gpipe, ppN@interleaved1f1b.",
         f"            Default [{DEFAULT_LAYOUTS}]; 'single' (one process of ours) is always there.",
         "  dtype     float64 (default): losses, gradient norms, validation within 1e-9 relative, weights within 1e-9",
         "            of the largest weight (1e-6 for model.loss=labels, which transformers computes in float32).",
@@ -347,6 +347,7 @@ def help_text() -> str:
         "examples:",
         "  lightning-3d verify recipe=digits_mlp",
         "  lightning-3d verify recipe=stdlib_llama_hf 'layouts=[zero3x2,hsdp2x2]' model.loss=labels steps=3",
+        "  lightning-3d verify 'layouts=[tp2,pp2,tp2-pp2]' strategy.loss_parallel=true",
         "  lightning-3d verify dtype=float32 trainer.accumulate_grad_batches=2",
     ]
     return "\n".join(lines)
