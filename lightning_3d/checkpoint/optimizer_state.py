@@ -67,6 +67,20 @@ def restore_(optimizer: Optimizer, flat: Mapping[str, Any], *, names: Names) -> 
         group.update({key.removeprefix(prefix): value for key, value in flat.items() if key.startswith(prefix)})
 
 
+def options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The options of each group, in order."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def restore_empty_groups_(optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
+    """Give groups that have no parameter on this rank their options: `restore_` finds groups by their parameters."""
+    if len(saved) != len(optimizer.param_groups):
+        return
+    for group, known in zip(optimizer.param_groups, saved, strict=True):
+        if not any(parameter.numel() for parameter in group["params"]):
+            group.update(known)
+
+
 def _parameters(optimizer: Optimizer, names: Names) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:

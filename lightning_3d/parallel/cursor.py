@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from lightning_3d.errors import ModelError
@@ -67,6 +69,7 @@ class Cursor:
         self.stage, self.wire, self.seed, self.next, self.probing = stage, wire, seed, 0, probing
         self.used.clear()
         self.reseed("step")
+        seed_other_generators(self._seed_at("step"))
         try:
             yield
         finally:
@@ -195,9 +198,19 @@ class Cursor:
         return _with_hidden(args, kwargs, received) if received is not None else None
 
 
+def seed_other_generators(seed: str) -> None:
+    """Seed Python's and NumPy's generators of this process from a text."""
+    random.seed(_number(seed))
+    np.random.seed(_number(seed) % 2**32)
+
+
+def _number(seed: str) -> int:
+    return int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest(), "little") >> 1
+
+
 def seed_generators(seed: str) -> None:
     """Seed torch's generators of this process from a text."""
-    number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest(), "little") >> 1
+    number = _number(seed)
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.manual_seed(number)

@@ -54,9 +54,17 @@ def clip_by_norm_(
     norm = global_norm(parameters, norm_type=norm_type, share=share)
     # As torch.nn.utils.clip_grad_norm_ does it.
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for gradient in [local_tensor(p.grad) for p in parameters if p.grad is not None]:
-        gradient.mul_(scale.to(gradient))
+    for gradients in _by_dtype(parameters).values():
+        torch._foreach_mul_(gradients, scale.to(gradients[0]))
     return norm
+
+
+def _by_dtype(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list[torch.Tensor]]:
+    found: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            found.setdefault(parameter.grad.dtype, []).append(local_tensor(parameter.grad))
+    return found
 
 
 def _power_sum(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
@@ -72,9 +80,9 @@ def _power_sum(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
 @torch.no_grad()
 def clip_by_value_(parameters: Iterable[nn.Parameter], *, max_value: float) -> None:
     """Clamp every element of every gradient to [-max_value, max_value]; local."""
-    gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
-    for gradient in gradients:
-        gradient.clamp_(-max_value, max_value)
+    for gradients in _by_dtype(parameters).values():
+        torch._foreach_clamp_min_(gradients, -max_value)
+        torch._foreach_clamp_max_(gradients, max_value)
 
 
 def _by_sharding(gradients: list[torch.Tensor]) -> dict[tuple[ProcessGroup, ...], list[torch.Tensor]]:

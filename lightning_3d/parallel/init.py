@@ -114,6 +114,7 @@ class Recording:
     def _run(self, index: int, values: dict[int, torch.UntypedStorage], device: torch.device) -> None:
         operation = self._operations[index]
         args, kwargs = tree_map_only(_View, lambda view: self._open(view, values, device), operation.arguments)
+        args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device) if t.dim() else t, (args, kwargs))
         if "device" in kwargs:
             kwargs = {**kwargs, "device": device}
         if "generator" in kwargs:

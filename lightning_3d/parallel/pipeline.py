@@ -6,8 +6,8 @@ into the schedule is the micro-batch's number, so that a batch may be any nest o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 
+from lightning_3d.checkpoint.random_state import random_state, set_random_state
 from lightning_3d.errors import ModelError
 from lightning_3d.parallel.cursor import Stage, StageDone
 from lightning_3d.parallel.share import Share
@@ -174,9 +175,14 @@ class Pipeline:
                     largest[other.index] = Wire(hidden.numel(), hidden.dtype)
         return tuple(largest[index] for index in sorted(largest))
 
-    def _random_streams(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def _random_streams(self) -> Iterator[None]:
         """What micro-batches draw leaves the process's own streams as they were."""
-        return torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else [])
+        before = random_state()
+        try:
+            yield
+        finally:
+            set_random_state(before)
 
     def _build(self, plan: Plan) -> Any:
         stages: list[Any] = [
@@ -200,11 +206,12 @@ class _StageModule(nn.Module):
         # Not as a submodule: torch's stage would take the share's module for its own to reduce.
         self._run = partial(share.run, pipeline.serve, stage)
         self._sends = None if stage.last else plan.wires[stage.index]
+        self._loss_dtype = plan.loss_dtype
 
     def forward(self, *wire: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         result = self._run(wire[0] if wire else None, int(index))
         if self._sends is None:
-            return result
+            return result.to(self._loss_dtype)
         flat = result.reshape(-1)
         missing = self._sends.numel - flat.numel()
         if missing < 0 or flat.dtype != self._sends.dtype:

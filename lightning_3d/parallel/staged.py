@@ -105,11 +105,14 @@ def _tied(
     # One row per pipeline: the ranks that differ in nothing but the stage.
     pipelines = mesh.mesh.flatten(1).T.tolist()
     found = []
+    groups: dict[tuple[int, ...], ProcessGroup] = {}
     for parameter in shared:
         holders = tuple(sorted({stage % size for stage in parameter.stages}))
         for pipeline in pipelines:
-            ranks = [pipeline[holder] for holder in holders]
-            group = dist.new_group(ranks)
+            ranks = tuple(pipeline[holder] for holder in holders)
+            if ranks not in groups:
+                groups[ranks] = dist.new_group(list(ranks))
+            group = groups[ranks]
             if dist.get_rank() in ranks:
                 found.append((mine[parameter.name], holders, group))
     return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +78,8 @@ class ShardedModule(Share):
         self._follow_frozen()
         self._running = True
         try:
-            result = self._root(self._hook_and_call, function, *args, **kwargs)
+            # As one argument: FSDP2 would copy the user's containers on their way through.
+            result = self._root(partial(self._hook_and_call, function, *args, **kwargs))
             self._averager.follow_unfrozen()
             return result
         except RuntimeError as error:
@@ -173,8 +175,8 @@ class _Root(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
+    def forward(self, function: Callable[[], Any]) -> Any:
+        return function()
 
 
 def fsdp_parameters(root: nn.Module) -> Iterator[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_flatten
@@ -58,6 +59,7 @@ class PipelinedStep:
         split = share.pipeline.split
         self._buffers = SharedBuffers(module, own=[part for stage in split.stages for part in split.pieces(stage)])
         self._evaluated = 0
+        _warn_of_coupled_samples(module)
 
     def train(
         self, args: tuple[Any, ...], *, context: Context, factor: float, first: bool, last: bool
@@ -142,7 +144,7 @@ class PipelinedStep:
                     seed=f"{self.seed}/{function.__name__}/{self._place(training)}/{self._data_group.rank()}",
                     training=training,
                     sync=last,
-                    loss_dtype=torch.get_default_dtype() if not training else self._loss_dtype(),
+                    loss_dtype=self._loss_dtype(),
                 )
         finally:
             self.running = False
@@ -168,7 +170,10 @@ class PipelinedStep:
     def _count(self, size: int, training: bool) -> int:
         """Micro-batches of a batch of `size` samples: as asked for, or as samples and schedule allow."""
         stages = self._layout.pipeline
-        count = min(self._layout.num_microbatches or 2 * stages, size)
+        asked = self._layout.num_microbatches
+        count = min(asked or 2 * stages, size)
+        if asked is not None and asked > size:
+            rank_zero_warn(f"num_microbatches={asked}, but a batch has {size} samples: it is cut into {size}.")
         if self._layout.data_parallel_shards > 1 and (self._layout.zero_stage >= 2 or not training):
             # Each micro-batch gathers or reduces over data-parallel ranks, whose last batches may differ in size.
             fewest = torch.tensor(count, device=self._module.device)
@@ -187,7 +192,8 @@ class PipelinedStep:
         return str(self._evaluated)
 
     def _loss_dtype(self) -> torch.dtype:
-        return next((p.dtype for p in self._module.parameters() if p.is_floating_point()), torch.float32)
+        double = any(p.dtype == torch.float64 for p in self._module.parameters())
+        return torch.float64 if double else torch.float32
 
 
 class _CarryGradients(torch.autograd.Function):
@@ -225,6 +231,16 @@ def _without_loss(outputs: list[Any]) -> list[Any]:
         {key: value for key, value in output.items() if key != "loss"} if isinstance(output, dict) else None
         for output in outputs
     ]
+
+
+def _warn_of_coupled_samples(module: nn.Module) -> None:
+    kinds = (nn.modules.batchnorm._BatchNorm,)
+    names = [name for name, part in module.named_modules() if isinstance(part, kinds)]
+    if names:
+        rank_zero_warn(
+            f"{', '.join(names[:4])} normalise over a micro-batch under a pipeline, not over the batch. "
+            "So does every loss that couples samples. Use a norm within samples, or num_microbatches=1."
+        )
 
 
 def _signature(batch: Any, sizes: list[int], step: str) -> Any:

@@ -38,6 +38,8 @@ def save(strategy: ThreeDStrategy, checkpoint: dict[str, Any], path: Path) -> No
     """Write Lightning's checkpoint as a folder; collective."""
     strategy.share.reshard()
     state = {f"model.{key}": value for key, value in checkpoint.pop("state_dict").items()}
+    # Once more by their order, for groups that hold no parameter on a rank that loads them.
+    checkpoint["optimizer_groups"] = [flat_state.options(optimizer) for optimizer in strategy.optimizers]
     for index, flat in enumerate(checkpoint.pop("optimizer_states", [])):
         state.update({f"optimizer.{index}.{key}": value for key, value in flat.items()})
     store.save(
@@ -83,6 +85,8 @@ def load(strategy: ThreeDStrategy, path: Path, *, weights_only: bool | None) -> 
         checkpoint["optimizer_states"] = [
             {key: state[f"optimizer.{index}.{key}"] for key in flat} for index, flat in enumerate(optimizers)
         ]
+        for optimizer, groups in zip(strategy.optimizers, checkpoint.get("optimizer_groups", []), strict=False):
+            flat_state.restore_empty_groups_(optimizer, groups)
     # Streams of random numbers continue in the same layout; another has other streams.
     if store.summary(path)["layout"] == strategy.layout.name:
         checkpoint["random_state"] = store.load_rank_state(path, rank=dist.get_rank())

@@ -70,7 +70,8 @@ class SharedBuffers:
             for key, buffer in part.named_buffers(recurse=False)
             if id(buffer) not in private
         ]
-        self._seen: dict[str, tuple[int, int]] = {}
+        # The tensors themselves: the address of one that was replaced may be another's by now.
+        self._seen: dict[str, tuple[torch.Tensor, int]] = {}
         self.changed()
 
     def changed(self) -> dict[str, torch.Tensor]:
@@ -80,10 +81,10 @@ class SharedBuffers:
             buffer = part._buffers[key]
             if buffer is None:
                 continue
-            state = id(buffer), buffer._version
-            if self._seen.get(name) != state:
+            known = self._seen.get(name)
+            if known is None or known[0] is not buffer or known[1] != buffer._version:
                 found[name] = buffer
-            self._seen[name] = state
+            self._seen[name] = buffer, buffer._version
         return found
 
     @torch.no_grad()

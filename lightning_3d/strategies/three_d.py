@@ -149,6 +149,9 @@ class ThreeDStrategy(MeshStrategy):
         if self._layer_sync is not None:
             # Changes the module's own layers in place.
             self._layer_sync.apply(module)
+            for part in module.modules():
+                if isinstance(part, torch.nn.SyncBatchNorm):
+                    part.process_group = data_parallel_group(self.mesh)
         with record_operations(self._recording):
             self.precision_plugin.convert_module(module)
         share = compose(
