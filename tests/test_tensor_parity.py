@@ -50,6 +50,17 @@ def assert_equal(ranks: list[dict[str, Any]], expected: dict[str, Any], *, toler
     assert largest_difference(united(ranks), expected["weights"]) < tolerance
 
 
+_ALONE: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+
+def alone(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """What one process gets, once."""
+    key = (function.__name__, *map(str, args))
+    if key not in _ALONE:
+        _ALONE[key] = run(None, function, *args)[0]
+    return _ALONE[key]
+
+
 # ---------------------------------------------------------------------- the reference GPT
 
 
@@ -133,18 +144,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "101 tokens, tied": ({}, {"vocab_size": 101, "tied": True}),
 }
 
-_BY_ONE: dict[tuple[str, str], dict[str, Any]] = {}
-
 
 def fit_case(layout: str | None, case: str) -> dict[str, Any]:
     settings, options = CASES[case]
     return train(layout, lambda: Language(**options), settings)
-
-
-def by_one(case: str) -> dict[str, Any]:
-    if ("case", case) not in _BY_ONE:
-        _BY_ONE["case", case] = run(None, fit_case, case)[0]
-    return _BY_ONE["case", case]
 
 
 @pytest.mark.parametrize(
@@ -167,18 +170,18 @@ def by_one(case: str) -> dict[str, Any]:
     ],
 )
 def test_gpt_trains_as_in_one_process(layout: str, case: str) -> None:
-    assert_equal(run(layout, fit_case, case), by_one(case))
+    assert_equal(run(layout, fit_case, case), alone(fit_case, case))
 
 
 @pytest.mark.parametrize("layout", ["zero3x2-tp2", "zero1x2-tp2"])
 @pytest.mark.parametrize("case", ["101 tokens", "101 tokens, tied"])
 def test_vocabulary_that_does_not_divide_trains_as_in_one_process_under_zero(layout: str, case: str) -> None:
-    assert_equal(run(layout, fit_case, case), by_one(case))
+    assert_equal(run(layout, fit_case, case), alone(fit_case, case))
 
 
 @pytest.mark.parametrize("layout", ["tp2", "tp4", "zero3x2-tp2", "tp2-pp2"])
 def test_fit_with_validation_is_that_of_one_process(layout: str) -> None:
-    expected = run(None, fit_gpt, 1, {})[0]
+    expected = alone(fit_gpt, 1, {})
     ranks = run(layout, fit_gpt, 1, {})
     for got in ranks:
         assert got["losses"] == pytest.approx(expected["losses"], rel=1e-9)
@@ -188,7 +191,7 @@ def test_fit_with_validation_is_that_of_one_process(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["tp2", "zero1x2-tp2"])
 def test_manual_optimization_of_two_optimizers_is_that_of_one_process(layout: str) -> None:
-    expected = run(None, fit_gan, True)[0]
+    expected = alone(fit_gan, True)
     for got in run(layout, fit_gan, True):
         assert got["losses"] == pytest.approx(expected["losses"], rel=1e-9)
         assert largest_difference(got["weights"], expected["weights"]) < 1e-9
@@ -209,7 +212,7 @@ def fit_frozen(layout: str | None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", ["tp2", "tp4", "zero3x2-tp2", "tp2-pp2"])
 def test_frozen_weights_stay_and_others_train_as_in_one_process(layout: str) -> None:
-    assert_equal(run(layout, fit_frozen), run(None, fit_frozen)[0])
+    assert_equal(run(layout, fit_frozen), alone(fit_frozen))
 
 
 def fit_half(layout: str | None, precision: str, loss_parallel: bool) -> dict[str, Any]:
@@ -218,9 +221,9 @@ def fit_half(layout: str | None, precision: str, loss_parallel: bool) -> dict[st
 
 @pytest.mark.parametrize("loss_parallel", [False, True])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("layout", ["tp2", "tp2-pp2"])
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("tp2-pp2", marks=pytest.mark.slow)])
 def test_half_precision_stays_near_one_process(layout: str, precision: str, loss_parallel: bool) -> None:
-    expected = run(None, fit_half, precision, False)[0]
+    expected = alone(fit_half, precision, False)
     for got in run(layout, fit_half, precision, loss_parallel):
         assert got["losses"] == pytest.approx(expected["losses"], rel=1e-2)
         assert got["norms"] == pytest.approx(expected["norms"], rel=3e-2)
@@ -256,7 +259,7 @@ def test_loss_on_split_logits_is_that_of_one_process(layout: str, loss: str) -> 
     if "ignored" in loss and "pp" in layout:
         # A mean over counted targets is weighted otherwise where micro-batches count differently many.
         loss = "of each token"
-    expected = run(None, fit_loss, loss, {})[0]
+    expected = alone(fit_loss, loss, {})
     assert_equal(run(layout, fit_loss, loss, {"loss_parallel": True}), expected)
 
 
@@ -297,22 +300,24 @@ def fit_hugging_face(layout: str | None, kind: str, labels: bool, settings: dict
     return train(layout, FromTransformers, settings, kind, labels)
 
 
-@pytest.mark.parametrize("labels", [False, True])
+_HUGGING_FACE = [(layout, kind) for layout in ("tp2", "tp2-pp2") for kind in ("llama", "gpt2")] + [
+    ("tp4", "qwen3"),
+    ("tp4", "gpt2"),
+    ("zero3x2-tp2", "qwen3"),
+]
+_MORE = [("tp2-pp2@interleaved1f1b", "llama"), ("tp4", "llama"), ("tp2", "qwen3"), ("zero3x2-tp2", "gpt2")]
+
+
 @pytest.mark.parametrize(
-    ("layout", "kind"),
+    ("layout", "kind", "labels"),
     [
-        *((layout, kind) for layout in ("tp2", "tp2-pp2") for kind in ("llama", "gpt2")),
-        ("tp2-pp2@interleaved1f1b", "llama"),
-        ("tp4", "llama"),
-        ("tp2", "qwen3"),
-        ("tp4", "qwen3"),
-        ("tp4", "gpt2"),
-        ("zero3x2-tp2", "qwen3"),
-        ("zero3x2-tp2", "gpt2"),
+        *((layout, kind, False) for layout, kind in _HUGGING_FACE),
+        *((layout, kind, True) for layout, kind in _HUGGING_FACE[:4]),
+        *(pytest.param(layout, kind, True, marks=pytest.mark.slow) for layout, kind in _MORE),
     ],
 )
 def test_hugging_face_models_train_as_in_one_process(layout: str, kind: str, labels: bool) -> None:
-    expected = run(None, fit_hugging_face, kind, labels, {})[0]
+    expected = alone(fit_hugging_face, kind, labels, {})
     # Their norms, rotary tables and own loss are computed in float32.
     assert_equal(run(layout, fit_hugging_face, kind, labels, {}), expected, tolerance=1e-5)
 
@@ -320,13 +325,13 @@ def test_hugging_face_models_train_as_in_one_process(layout: str, kind: str, lab
 @pytest.mark.parametrize("labels", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_hugging_face_losses_run_on_split_logits(kind: str, labels: bool) -> None:
-    expected = run(None, fit_hugging_face, kind, labels, {})[0]
+    expected = alone(fit_hugging_face, kind, labels, {})
     assert_equal(run("tp2", fit_hugging_face, kind, labels, {"loss_parallel": True}), expected, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "tp4", "zero3x2-tp2", "tp2-pp2", "tp2-pp3"])
 def test_sequential_with_biases_trains_as_in_one_process(layout: str) -> None:
-    expected, ranks = run(None, fit_mlp)[0], run(layout, fit_mlp)
+    expected, ranks = alone(fit_mlp), run(layout, fit_mlp)
     for got in ranks:
         if "zero" not in layout:
             # The last batch's 3 samples make unequal halves.
