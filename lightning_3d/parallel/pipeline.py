@@ -33,9 +33,6 @@ from lightning_3d.parallel.stages import SplitModule
 # The user's step for one micro-batch: the loss on the last stage (any tensor where nothing is trained).
 Step = Callable[[int], torch.Tensor]
 
-# One for training, one for evaluation, and some for batches of other sizes.
-_MOST_SCHEDULES = 6
-
 # Stages that each rank has, where a schedule interleaves them.
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved1f1b": 2}
 
@@ -82,7 +79,9 @@ class Pipeline:
         self._schedule = schedule
         self._device = device
         self._schedules: dict[Plan, Any] = {}
-        self._plans: dict[Any, tuple[Wire, ...]] = {}
+        # The largest wires seen, by their dtypes, and the dtypes that batches of a signature need.
+        self._wires: dict[tuple[torch.dtype, ...], tuple[Wire, ...]] = {}
+        self._known: dict[Any, tuple[torch.dtype, ...]] = {}
         self._step: Step | None = None
         self._seed = ""
         self._sync = True
@@ -111,13 +110,10 @@ class Pipeline:
             sync: whether this batch ends an accumulation window.
         """
         self._step, self._seed, self._sync = step, seed, sync
-        if signature not in self._plans:
-            self._plans[signature] = self._probe(step, sizes)
-        plan = Plan(self._plans[signature], len(sizes), training, loss_dtype)
+        if signature not in self._known:
+            self._known[signature] = self._grow(self._probe(step, sizes))
+        plan = Plan(self._wires[self._known[signature]], len(sizes), training, loss_dtype)
         if plan not in self._schedules:
-            # Each keeps buffers for what it receives. All ranks see the same plans, so they drop the same ones.
-            while len(self._schedules) >= _MOST_SCHEDULES:
-                del self._schedules[next(iter(self._schedules))]
             self._schedules[plan] = self._build(plan)
         indices = torch.arange(len(sizes))
         targets = {"target": indices} if training else {}
@@ -144,15 +140,22 @@ class Pipeline:
             cursor.check_finished()
             return result
 
-    def wire_of(self, stage: Stage, plan: Plan) -> Wire:
-        """What a stage that is not the first receives."""
-        return plan.wires[stage.index - 1]
-
     def syncs(self, last_backward: bool) -> bool:
         """Whether a micro-batch's backward completes the window's gradients."""
         return last_backward and self._sync
 
     # ------------------------------------------------------------------ parts
+
+    def _grow(self, wires: tuple[Wire, ...]) -> tuple[torch.dtype, ...]:
+        """Make room for a new shape of batch; all ranks see the same shapes in the same order."""
+        key = tuple(wire.dtype for wire in wires)
+        before = self._wires.get(key, wires)
+        largest = tuple(Wire(max(a.numel, b.numel), a.dtype) for a, b in zip(before, wires, strict=True))
+        self._wires[key] = largest
+        if largest != before:
+            # Schedules keep buffers for what they receive: those that were outgrown go.
+            self._schedules = {plan: kept for plan, kept in self._schedules.items() if plan.wires != before}
+        return key
 
     def _probe(self, step: Step, sizes: list[int]) -> tuple[Wire, ...]:
         """The wires of a new shape of batch, from a run in which no part of the model computes; equal on all ranks."""

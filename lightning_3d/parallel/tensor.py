@@ -152,15 +152,17 @@ def reduce_out(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def apply_colwise(name: str, module: nn.Module, region: Region, *, gather: bool = False) -> None:
-    """Split a Linear's outputs; they stay split unless gathered."""
-    linear = _linear(name, module, "colwise")
+    """Split a Linear's (or Conv1D's) outputs; they stay split unless gathered."""
+    weight_dim = 1 if _is_conv1d(module) else 0
+    linear = module if weight_dim else _linear(name, module, "colwise")
+    total = int(linear.weight.shape[weight_dim])  # type: ignore[index]
     if not gather:
-        _check_divides(name, "outputs", linear.out_features, region.size)
-    _shard_parameters_(name, linear, region, {"weight": 0, "bias": 0})
-    total = linear.out_features
+        _check_divides(name, "outputs", total, region.size)
+    _shard_parameters_(name, linear, region, {"weight": weight_dim, "bias": 0})
 
-    def forward(self: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-        output = F.linear(region.copy_in(hidden), local(self.weight), local(self.bias))
+    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        weight = local(self.weight)
+        output = F.linear(region.copy_in(hidden), weight.T if weight_dim else weight, local(self.bias))
         if not gather:
             region.enter(hidden, training=self.training)
             return output

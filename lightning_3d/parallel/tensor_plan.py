@@ -178,7 +178,7 @@ def _gpt2_plan(part: nn.Module) -> dict[str, str]:
         f"{inner}wte": "vocabulary",
         f"{inner}h.*.attn.c_attn": "packed_qkv",
         f"{inner}h.*.attn.c_proj": "rowwise",
-        f"{inner}h.*.mlp.c_fc": "packed",
+        f"{inner}h.*.mlp.c_fc": "colwise",
         f"{inner}h.*.mlp.c_proj": "rowwise",
     }
     if hasattr(part, "lm_head"):
@@ -219,9 +219,6 @@ def _apply(name: str, parts: dict[str, nn.Module], style: str, region: Region) -
     if style == "packed_qkv":
         size = part.weight.shape[1] // 3  # type: ignore[index]
         tensor.apply_slice(name, part, region, parts=[int(size)] * 3, unit=int(parent.head_dim))  # type: ignore[arg-type]
-        return
-    if style == "packed":
-        tensor.apply_slice(name, part, region, parts=[int(part.weight.shape[1])])  # type: ignore[index]
         return
     if style not in _STYLES:
         raise ModelError(

@@ -55,7 +55,8 @@ def optimizers_of_a_part(module: nn.Module) -> Iterator[None]:
 
     An optimizer that is left without parameters there (all of a stage is frozen, say) gets one of size 0.
     """
-    nothing = nn.Parameter(torch.zeros(0))
+    like = next(module.parameters(), torch.zeros(0))
+    nothing = nn.Parameter(torch.zeros(0, dtype=like.dtype, device=like.device))
     if not any(p.requires_grad for p in module.parameters()):
         module.register_parameter(_NOTHING, nothing)
     create = Optimizer.__init__

@@ -59,7 +59,6 @@ class PipelinedStep:
         split = share.pipeline.split
         self._buffers = SharedBuffers(module, own=[part for stage in split.stages for part in split.pieces(stage)])
         self._evaluated = 0
-        _warn_of_coupled_samples(module)
 
     def train(
         self, args: tuple[Any, ...], *, context: Context, factor: float, first: bool, last: bool
@@ -233,7 +232,8 @@ def _without_loss(outputs: list[Any]) -> list[Any]:
     ]
 
 
-def _warn_of_coupled_samples(module: nn.Module) -> None:
+def warn_of_coupled_samples(module: nn.Module) -> None:
+    """Tell once of layers that normalise over samples; to be called with the whole module."""
     kinds = (nn.modules.batchnorm._BatchNorm,)
     names = [name for name, part in module.named_modules() if isinstance(part, kinds)]
     if names:

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from lightning_3d.checkpoint.random_state import random_state, set_random_state
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout, Size
 from lightning_3d.parallel.compose import compose
@@ -27,7 +28,7 @@ from lightning_3d.strategies.agreement import agree_on_best, agree_on_plateaus, 
 from lightning_3d.strategies.logs import share_metrics
 from lightning_3d.strategies.mesh_strategy import MeshStrategy
 from lightning_3d.strategies.optimizers import optimizers_of_a_part, step_by_kind
-from lightning_3d.strategies.pipelined_step import Context, PipelinedStep
+from lightning_3d.strategies.pipelined_step import Context, PipelinedStep, warn_of_coupled_samples
 from lightning_3d.strategies.predictions import gather_predictions
 from lightning_3d.strategies.sampling import shard_dataloader
 from lightning_3d.strategies.scaler import agree_on_overflow
@@ -154,6 +155,8 @@ class ThreeDStrategy(MeshStrategy):
                     part.process_group = data_parallel_group(self.mesh)
         with record_operations(self._recording):
             self.precision_plugin.convert_module(module)
+        if self.layout.pipeline > 1:
+            warn_of_coupled_samples(module)
         share = compose(
             module,
             layout=self.layout,
@@ -213,11 +216,7 @@ class ThreeDStrategy(MeshStrategy):
         self._continue_random_state()
         if self._pipelined is not None:
             return self._train_pipelined(self._pipelined, args)
-        if self.layout.tensor > 1:
-            # Tensor-parallel ranks must draw alike, whatever one of them has drawn between two steps.
-            batch = self.lightning_module.trainer.fit_loop.epoch_loop.total_batch_idx
-            seed_generators(f"{self._seed}/{batch}/{self.data_parallel_rank}")
-        with self.precision_plugin.train_step_context():
+        with self.precision_plugin.train_step_context(), self._equal_draws("train"):
             return self.share.run(self.lightning_module.training_step, *args, **kwargs)
 
     def _train_pipelined(self, pipelined: PipelinedStep, args: tuple[Any, ...]) -> Any:
@@ -249,8 +248,23 @@ class ThreeDStrategy(MeshStrategy):
         with _no_grad():
             if self._pipelined is not None:
                 return self._pipelined.evaluate(function, args, context=context)
-            with context():
+            with context(), self._equal_draws(function.__name__):
                 return self.share.run(function, *args)
+
+    @contextmanager
+    def _equal_draws(self, step: str) -> Iterator[None]:
+        """Tensor-parallel ranks draw alike in a step, whatever one of them has drawn between two."""
+        if self.layout.tensor == 1:
+            yield
+            return
+        assert self.lightning_module is not None
+        batch = self.lightning_module.trainer.fit_loop.epoch_loop.total_batch_idx
+        before = random_state()
+        seed_generators(f"{self._seed}/{step}/{batch}/{self.data_parallel_rank}")
+        try:
+            yield
+        finally:
+            set_random_state(before)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
