@@ -69,7 +69,9 @@ def fit(layout: str, folder: Path, ckpt_path: Path | None, steps: int) -> dict[s
         for p, entries in optimizer.state.items()
         for key, value in entries.items()
     }
-    options = {names[p]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
+    options = {
+        names[p]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]
+    }
     weights = {name: whole(value) for name, value in module.state_dict().items()}
     return {"weights": weights, "state": state, "options": options, "step": trainer.global_step}
 

@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from modules import Points, Rows, TinyGPT
+from modules import Points, Rows
 from pipelined_modules import MLP, Encoder, HuggingFace, Sentences, collate
 from test_zero_parity import CASES, fit_gpt, largest_difference, replicas
 from training import Recorder, ordered, run, trainer_for, whole_weights
