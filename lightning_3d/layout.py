@@ -66,6 +66,18 @@ class Layout:
             names = " and ".join(automatic)
             raise LayoutError(f"only one size may be 'auto', but {names} are. Set {automatic[0]}=1, say.")
         self._check_replicas()
+        self._check_microbatches()
+
+    def _check_microbatches(self) -> None:
+        stages, count = self.pipeline_parallel_size, self.num_microbatches
+        if self.schedule != "interleaved1f1b" or stages == "auto" or stages == 1 or count is None:
+            return
+        if not fits_interleaved(count, stages):
+            fits = [other for other in range(1, count + stages + 1) if fits_interleaved(other, stages)]
+            raise LayoutError(
+                f"num_microbatches={count} makes no whole rounds over pipeline_parallel_size={stages} under "
+                f"interleaved1f1b. Set num_microbatches to one of {', '.join(map(str, fits[-6:]))}."
+            )
 
     def _check_replicas(self) -> None:
         data, replicas = self.data_parallel_size, self.data_parallel_replicas
@@ -217,6 +229,14 @@ class Layout:
 
     def as_dict(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def fits_interleaved(count: int, stages: int) -> bool:
+    """Whether interleaved 1F1B can run `count` micro-batches: they go round the ranks in equal parts.
+
+    Source: torch.distributed.pipelining.ScheduleInterleaved1F1B.
+    """
+    return count % max(1, count // stages) == 0
 
 
 def _is_int(value: object) -> bool:

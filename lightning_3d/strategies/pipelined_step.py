@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_flatten
 
 from lightning_3d.errors import ModelError
-from lightning_3d.layout import Layout
+from lightning_3d.layout import Layout, fits_interleaved
 from lightning_3d.parallel.microbatch import batch_size, map_tensors, merge_outputs, split_batch, weighted_mean
 from lightning_3d.parallel.placeholder import is_placeholder
 from lightning_3d.parallel.staged import StagedModule
@@ -179,7 +179,7 @@ class PipelinedStep:
             dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=self._data_group)
             count = int(fewest)
         if training and self._layout.schedule == "interleaved1f1b" and stages > 1:
-            while count % max(1, count // stages):
+            while not fits_interleaved(count, stages):
                 count -= 1
         return count
 
