@@ -25,7 +25,7 @@ TEXT = {
     "data.max_bytes": "0",
     "data.vocab_size": "3",
     "data.sequence_length": "0",
-    "data.global_batch_size": "33",
+    "data.global_batch_size": "0",
     "data.validation_fraction": "1.0",
     "data.num_workers": "-1",
     "data.shuffle": "5",
@@ -48,6 +48,8 @@ EVERY_RUN = {
     "strategy.num_microbatches": "0",
     "strategy.process_group_backend": "mpi",
     "strategy.timeout_seconds": "0",
+    "strategy.loss_parallel": "5",
+    "strategy.sequence_parallel": "5",
     "trainer.accelerator": "abacus",
     "trainer.devices": "0",
     "trainer.num_nodes": "0",
@@ -138,6 +140,12 @@ def leaves(node: dict, prefix: str = "") -> set[str]:
         if key != "_target_":
             found |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key}
     return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    """Times below are beyond the imports, which the first call does."""
+    main(["train", "recipe=digits_mlp", "seed=-1"])
 
 
 @pytest.fixture(autouse=True)
