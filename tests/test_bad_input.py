@@ -35,6 +35,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("process_group_backend", "mpi", "'gloo' or 'nccl'"),
     ("process_group_backend", 1, "None"),
     ("loss_parallel", "yes", "True or False"),
+    ("sequence_parallel", 1, "True or False"),
     ("timeout_seconds", 0, "1800"),
     ("timeout_seconds", "1800", "1800"),
     ("timeout_seconds", True, "1800"),

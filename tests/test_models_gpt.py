@@ -118,8 +118,8 @@ def test_a_model_recorded_on_meta_gets_values_and_right_rotary_tables():
     with record_initialization(recording):
         model = GPT(GPTConfig(**TINY))
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    sources = {name: tensor.detach() for name, tensor in meta_tensors(model).items()}
-    materialize_(model, root=model, sources=sources, recording=recording, device=torch.device("cpu"))
+    sources = meta_tensors(model)
+    materialize_(model, sources=sources, recording=recording, device=torch.device("cpu"))
     assert torch.equal(model.rotary_sin, build().rotary_sin)
     assert model.layers[0].attention.wq.weight.std().item() == pytest.approx(0.02, rel=0.3)
     assert not torch.equal(model.layers[0].attention.wq.weight, model.layers[1].attention.wq.weight)

@@ -59,8 +59,8 @@ def recorded(*args, seed=0, **kwargs):
     with record_initialization(recording):
         module.configure_model()
     assert all(parameter.is_meta for parameter in module.parameters())
-    sources = {name: tensor.detach() for name, tensor in meta_tensors(module).items()}
-    materialize_(module, root=module, sources=sources, recording=recording, device=torch.device("cpu"))
+    sources = meta_tensors(module)
+    materialize_(module, sources=sources, recording=recording, device=torch.device("cpu"))
     return module
 
 
