@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RECIPE ?= stdlib_gpt
+# Ranks wait for each other most of the time, so two files of distributed tests at once suit two cores.
+TEST_JOBS ?= 2
 # One thread per process: ranks of one machine would otherwise fight for its cores.
 export OMP_NUM_THREADS ?= 1
 
@@ -26,7 +28,7 @@ lint: $(VENV)/.installed
 
 test: lint
 	$(BIN)/python -m pytest -q -m "not distributed and not slow"
-	$(BIN)/python -m pytest -q -m "distributed and not slow"
+	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile -m "distributed and not slow"
 
 test-full: lint
 	$(BIN)/python -m pytest -q
