@@ -37,7 +37,8 @@ def fit(layout: str, folder: Path, steps: int, ckpt_path: Path | None, workers: 
     loader = ordered(Rows(), replicas=Layout.parse(layout).data, shuffle=True, num_workers=workers)
     trainer.fit(module, loader, ckpt_path=ckpt_path)
     optimizer = trainer.optimizers[0]
-    moments = [whole(state["exp_avg_sq"]) for state in optimizer.state.values()]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    moments = [whole(optimizer.state[parameter]["exp_avg_sq"]) for parameter in parameters]
     return {
         "losses": recorder.losses,
         "rows": module.rows,
