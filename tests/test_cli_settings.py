@@ -156,9 +156,10 @@ def in_empty_folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("recipe", "key", "value"), CASES, ids=lambda value: str(value))
 def test_bad_value_is_refused_by_name_with_a_way_out(recipe, key, value, capsys, in_empty_folder):
-    start = time.monotonic()
+    # Of the processor: what else the machine does is not this program's time.
+    start = time.process_time()
     assert main(["train", f"recipe={recipe}", f"{key}={value}"]) == 2
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 2
     captured = capsys.readouterr()
     assert captured.out == ""
     message = captured.err.strip()
