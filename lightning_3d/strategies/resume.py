@@ -20,21 +20,21 @@ from lightning_3d.checkpoint.random_state import random_state, set_random_state
 from lightning_3d.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from lightning_3d.strategies.three_d import ThreeDStrategy
+    from lightning_3d.strategies.checkpointing import CheckpointingStrategy
 
 __all__ = ["load", "load_model", "load_optimizers", "optimizer_state", "remove", "save", "set_random_state"]
 
 FORMAT = 1
 
 
-def optimizer_state(strategy: ThreeDStrategy, optimizer: Any) -> dict[str, Any]:
+def optimizer_state(strategy: CheckpointingStrategy, optimizer: Any) -> dict[str, Any]:
     """State of one optimizer by parameter name."""
     strategy.share.reshard()
     inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
     return flat_state.flatten(inner, names=_names(strategy))
 
 
-def save(strategy: ThreeDStrategy, checkpoint: dict[str, Any], path: Path) -> None:
+def save(strategy: CheckpointingStrategy, checkpoint: dict[str, Any], path: Path) -> None:
     """Write Lightning's checkpoint as a folder; collective."""
     strategy.share.reshard()
     state = {f"model.{key}": value for key, value in checkpoint.pop("state_dict").items()}
@@ -57,7 +57,7 @@ def save(strategy: ThreeDStrategy, checkpoint: dict[str, Any], path: Path) -> No
     )
 
 
-def load(strategy: ThreeDStrategy, path: Path, *, weights_only: bool | None) -> dict[str, Any]:
+def load(strategy: CheckpointingStrategy, path: Path, *, weights_only: bool | None) -> dict[str, Any]:
     """Read a folder back into Lightning's checkpoint dictionary; collective.
 
     What fits the model is loaded into its own tensors. Entries that do not fit are loaded whole, so that a module's
@@ -107,7 +107,7 @@ def load_model(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool
         raise CheckpointError(f"the checkpoint does not fit {type(module).__name__}: {error}") from error
 
 
-def load_optimizers(strategy: ThreeDStrategy, states: list[dict[str, Any]]) -> None:
+def load_optimizers(strategy: CheckpointingStrategy, states: list[dict[str, Any]]) -> None:
     """
     Raises:
         CheckpointError: another number of optimizers than was saved.
@@ -125,7 +125,7 @@ def remove(path: Path) -> None:
     store.remove(path)
 
 
-def _names(strategy: ThreeDStrategy) -> dict[torch.Tensor, str]:
+def _names(strategy: CheckpointingStrategy) -> dict[torch.Tensor, str]:
     assert strategy.lightning_module is not None
     aliases = strategy.share.aliases
     return {parameter: aliases.get(name, name) for name, parameter in strategy.lightning_module.named_parameters()}

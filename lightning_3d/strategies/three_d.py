@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -23,10 +22,9 @@ from lightning_3d.parallel.init import Recording, record_initialization, record_
 from lightning_3d.parallel.mesh import data_parallel_group
 from lightning_3d.parallel.share import Share
 from lightning_3d.parallel.staged import StagedModule
-from lightning_3d.strategies import resume
-from lightning_3d.strategies.agreement import agree_on_best, agree_on_plateaus, show_whole_scalars
+from lightning_3d.strategies.agreement import agree_on_plateaus, show_whole_scalars
+from lightning_3d.strategies.checkpointing import CheckpointingStrategy
 from lightning_3d.strategies.logs import share_metrics
-from lightning_3d.strategies.mesh_strategy import MeshStrategy
 from lightning_3d.strategies.optimizers import optimizers_of_a_part, step_by_kind
 from lightning_3d.strategies.pipelined_step import Context, PipelinedStep, warn_of_coupled_samples
 from lightning_3d.strategies.predictions import gather_predictions
@@ -34,7 +32,7 @@ from lightning_3d.strategies.sampling import shard_dataloader
 from lightning_3d.strategies.scaler import agree_on_overflow
 
 
-class ThreeDStrategy(MeshStrategy):
+class ThreeDStrategy(CheckpointingStrategy):
     """Trains an ordinary LightningModule under data, tensor and pipeline parallelism with ZeRO sharding.
 
     Args:
@@ -79,20 +77,11 @@ class ThreeDStrategy(MeshStrategy):
         super().__init__(layout, process_group_backend=process_group_backend, timeout_seconds=timeout_seconds)
         self._loss_parallel = loss_parallel
         self._sequence_parallel = sequence_parallel
-        self._share: Share | None = None
         self._recording = Recording()
         self._shards_data = False
-        self._pending_random_state: dict[str, Any] | None = None
         self._pipelined: PipelinedStep | None = None
         self._accumulating = False
         self._seed = 0
-
-    @property
-    def share(self) -> Share:
-        """This rank's share of the model, from `setup` on."""
-        if self._share is None:
-            raise RuntimeError("the model is composed only inside trainer.fit, validate, test or predict.")
-        return self._share
 
     # ------------------------------------------------------------------ starting
 
@@ -313,50 +302,6 @@ class ThreeDStrategy(MeshStrategy):
         assert self.lightning_module is not None
         if self._shards_data:
             gather_predictions(self.lightning_module.trainer, group=data_parallel_group(self.mesh))
-
-    # ------------------------------------------------------------------ checkpoints
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        self.share.reshard()
-        return self.lightning_module.state_dict()
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return resume.optimizer_state(self, optimizer)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if storage_options is not None:
-            raise ConfigError("save_checkpoint(storage_options=...) has no use here: ranks write a folder themselves.")
-        assert self.lightning_module is not None
-        callbacks = self.lightning_module.trainer.checkpoint_callbacks
-        agree_on_best(callbacks, broadcast=self.broadcast, device=self.root_device)
-        resume.save(self, checkpoint, Path(self.broadcast(os.fspath(filepath))))
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = resume.load(self, Path(self.broadcast(os.fspath(checkpoint_path))), weights_only=weights_only)
-        self._pending_random_state = checkpoint.pop("random_state", None)
-        return checkpoint
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        resume.load_model(self.lightning_module, checkpoint["state_dict"], strict=strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        resume.load_optimizers(self, checkpoint["optimizer_states"])
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
-            resume.remove(Path(filepath))
-
-    def _continue_random_state(self) -> None:
-        # At the first step: making loaders and iterators draws numbers that the saved run had drawn long before.
-        if self._pending_random_state is not None:
-            resume.set_random_state(self._pending_random_state)
-            self._pending_random_state = None
 
 
 @contextmanager
