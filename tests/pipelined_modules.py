@@ -63,7 +63,6 @@ class Encoder(L.LightningModule):
     def __init__(self, *, dropout: float = 0.0, noise: float = 0.0, lazy: bool = False) -> None:
         super().__init__()
         self.dropout, self.noise, self.built = dropout, noise, False
-        self.seen: list[list[str]] = []
         if not lazy:
             self.configure_model()
 
@@ -95,8 +94,8 @@ class Encoder(L.LightningModule):
             tokens = torch.where(torch.rand(tokens.shape) < self.noise, 1, tokens)
         logits = self(tokens, batch["text"]["mask"])
         loss = F.cross_entropy(logits, labels, weight=self.weights, reduction="none").mean()
-        self.log_dict({"train_loss": loss, "train_largest": logits.max()}, sync_dist=True, reduce_fx="mean")
-        self.log("worst", logits.detach().max(), reduce_fx="max", on_step=True)
+        self.log_dict({"train_loss": loss, "train_mean": logits.mean()}, sync_dist=True, batch_size=len(labels))
+        self.log("largest", logits.detach().max(), reduce_fx="max", sync_dist=True)
         return {"loss": loss, "logits": logits.detach()}
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:

@@ -8,8 +8,9 @@ import lightning as L
 import pytest
 import torch
 from modules import Points, Rows
-from pipelined_modules import MLP, Encoder, HuggingFace, Sentences, collate
+from pipelined_modules import CLASSES, MLP, Encoder, HuggingFace, Sentences, collate
 from test_zero_parity import CASES, fit_gpt, largest_difference, replicas
+from torch.distributed.tensor import DTensor
 from training import Recorder, ordered, run, trainer_for, whole_weights
 
 pytestmark = pytest.mark.distributed
@@ -43,9 +44,11 @@ def test_tied_gpt_trains_as_in_one_process(layout: str, gpt_case: Any) -> None:
     assert largest_difference(united(ranks), expected["weights"]) < 1e-9
 
 
-def fit_encoder(layout: str | None, accumulate: int) -> dict[str, Any]:
+def fit_encoder(
+    layout: str | None, accumulate: int, kind: type[Encoder] = Encoder, samples: int = 28
+) -> dict[str, Any]:
     L.seed_everything(1, verbose=False)
-    recorder, module = Recorder(), Encoder()
+    recorder, module = Recorder(), kind()
     trainer = trainer_for(
         layout,
         max_epochs=2,
@@ -55,18 +58,36 @@ def fit_encoder(layout: str | None, accumulate: int) -> dict[str, Any]:
         callbacks=[recorder],
     )
     count = replicas(layout)
-    loaders = [ordered(Sentences(size), replicas=count, collate_fn=collate) for size in (29, 21)]
+    loaders = [ordered(Sentences(size), replicas=count, collate_fn=collate) for size in (samples, 21)]
     trainer.fit(module, *loaders)
-    predictions: Any = trainer.predict(module, loaders[1])
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+    predictions: Any = trainer.predict(module, loaders[1])
     return {
         "losses": recorder.losses,
         "norms": recorder.norms,
         "metrics": metrics,
+        "rates": rates,
         "weights": whole_weights(module),
         "logits": torch.cat([batch["logits"] for batch in predictions]),
         "kinds": {batch["kind"] for batch in predictions},
+        "split": {name for name, p in module.named_parameters() if isinstance(p, DTensor)},
     }
+
+
+def assert_encoder_equal(ranks: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """Everything that a run shows; predictions are whole and in order on rank 0."""
+    assert len(expected["losses"]) == 8 and min(expected["norms"]) > 0
+    assert expected["metrics"].keys() == {"train_loss", "train_mean", "largest", "accuracy", "val_loss"}
+    for got in ranks:
+        assert got["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+        assert got["norms"] == pytest.approx(expected["norms"], rel=1e-9)
+        assert got["metrics"] == pytest.approx(expected["metrics"], rel=1e-9)
+        assert got["rates"] == expected["rates"]
+        assert got["kinds"] == {"class"}
+    assert largest_difference(united(ranks), expected["weights"]) < 1e-9
+    assert ranks[0]["logits"].shape == expected["logits"].shape == (21, CLASSES)
+    assert torch.allclose(ranks[0]["logits"], expected["logits"], rtol=0, atol=1e-9)
 
 
 @pytest.fixture(scope="module")
@@ -76,19 +97,12 @@ def encoder() -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", ["pp2", "pp4", "pp2@interleaved1f1b", "zero3x2-pp2"])
 def test_encoder_that_nobody_tuned_trains_as_in_one_process(layout: str, encoder: dict[str, Any]) -> None:
-    ranks = run(layout, fit_encoder, 2)
-    for got in ranks:
-        if "zero" not in layout:
-            # Two data-parallel ranks average means of unequal halves where a batch's size is odd.
-            assert got["losses"] == pytest.approx(encoder["losses"], rel=1e-9)
-            assert got["norms"] == pytest.approx(encoder["norms"], rel=1e-9)
-            assert got["metrics"] == pytest.approx(encoder["metrics"], rel=1e-9)
-        assert got["metrics"] == ranks[0]["metrics"] or "zero" in layout
-        assert got["kinds"] == {"class"}
-    if "zero" not in layout:
-        assert largest_difference(united(ranks), encoder["weights"]) < 1e-9
-        assert torch.allclose(ranks[0]["logits"], encoder["logits"], rtol=0, atol=1e-9)
-    assert len(ranks[0]["logits"]) == 21
+    assert_encoder_equal(run(layout, fit_encoder, 2), encoder)
+
+
+def test_batches_that_micro_batches_do_not_divide_train_as_in_one_process() -> None:
+    # Batches of 8 and one of 5.
+    assert_encoder_equal(run("pp2", fit_encoder, 2, Encoder, 29), run(None, fit_encoder, 2, Encoder, 29)[0])
 
 
 def fit_mlp(layout: str | None) -> dict[str, Any]:
