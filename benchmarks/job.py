@@ -1,4 +1,4 @@
-"""What both contenders are given: the model's sizes, the weights, the batches, the optimizer's settings and a clock."""
+"""What all contenders are given: the model's sizes, the weights, the batches, the optimizer's settings and a clock."""
 
 from __future__ import annotations
 
@@ -43,8 +43,22 @@ class Job:
         return self.rank // self.layout.tensor % self.layout.data
 
     @property
+    def tensor_parallel_rank(self) -> int:
+        return self.rank % self.layout.tensor
+
+    @property
+    def stage(self) -> int:
+        """Of the pipeline."""
+        return self.rank // (self.layout.tensor * self.layout.data)
+
+    @property
     def local_batch(self) -> int:
         return self.batch // self.layout.data
+
+    @property
+    def microbatches(self) -> int:
+        """Of a step under a pipeline: two for each stage."""
+        return 2 * self.layout.pipeline
 
     def build_model(self) -> GPT:
         """The same weights on every rank of every contender."""

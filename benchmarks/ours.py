@@ -40,10 +40,13 @@ class Ticks(L.Callback):
 
 
 def train(job: Job, clock: Clock) -> None:
+    settings = job.layout.as_dict()
+    if job.layout.pipeline > 1:
+        settings["num_microbatches"] = job.microbatches
     trainer = L.Trainer(
         accelerator="cpu",
         devices=job.layout.world_size,
-        strategy=ThreeDStrategy(**job.layout.as_dict()),
+        strategy=ThreeDStrategy(**settings, loss_parallel=job.layout.tensor > 1),
         max_steps=job.steps,
         logger=False,
         enable_checkpointing=False,

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.contenders import CASES, module_of
+from benchmarks.contenders import CASES
 from benchmarks.job import Clock, Job
 from lightning_3d.layout import Layout
 
@@ -38,10 +38,10 @@ def main(contender: str, name: str, steps: str, batch: str, timeout_seconds: str
     torch.set_num_threads(CASES[name].threads)
     rank = int(os.environ["RANK"])
     job = Job(Layout.parse(name), steps=int(steps), batch=int(batch), rank=rank)
-    module = importlib.import_module(module_of(contender, name))
+    module = importlib.import_module(CASES[name].contenders[contender])
     imported = _status_bytes("VmRSS")
     clock = Clock()
-    if contender == "hand" and job.layout.world_size > 1:
+    if contender != "ours" and job.layout.world_size > 1:
         dist.init_process_group("gloo")
     module.train(job, clock)
     result = RankResult(clock.wall_seconds, clock.cpu_seconds, clock.losses, imported, _status_bytes("VmHWM"))

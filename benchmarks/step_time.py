@@ -1,12 +1,12 @@
-"""Times a training step of our strategy beside hand-written torch in the same layout.
+"""Times a training step of our strategy beside torch written by hand, and torch's parallel API, in the same layout.
 
     python -m benchmarks.step_time
     python -m benchmarks.step_time --layouts dp2,zero3x2 --rounds 5 --batch 8 --out times.json
 
-Both train the same model from the same weights on the same batches, so their losses must agree. Runs alternate
-(ours, hand, hand, ours, ...), each in processes of its own, so that a machine that slows down slows both. A smaller
-batch makes overheads count more. The exit code is 1 where losses differ or a ratio is above the limit. Time nothing
-while the machine does something else: the spread between rounds tells.
+All train the same model from the same weights on the same batches, so their losses must agree. Runs alternate (ours,
+hand, torch, torch, hand, ours, ...), each in processes of its own, so that a machine that slows down slows all. A
+smaller batch makes overheads count more. The exit code is 1 where losses differ or the ratio of ours to the fastest
+peer is above the limit. Time nothing while the machine does something else: the spread between rounds tells.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from lightning_3d.layout import Layout
 from lightning_3d.strategies.launch import start_ranks
 
 TOP = Path(__file__).resolve().parent.parent
-CONTENDERS = ("ours", "hand")
 LOSS_TOLERANCE = 1e-4
 
 
@@ -54,9 +53,10 @@ def main(arguments: list[str] | None = None) -> int:
     results: dict[str, dict[str, list[list[RankResult]]]] = {}
     summaries: dict[str, dict[str, Summary]] = {}
     for layout in options.layouts:
-        runs: dict[str, list[list[RankResult]]] = {contender: [] for contender in CONTENDERS}
+        contenders = [name for name in CASES[layout].contenders if not options.only or name in options.only]
+        runs: dict[str, list[list[RankResult]]] = {contender: [] for contender in contenders}
         for number in range(options.rounds):
-            for contender in CONTENDERS if number % 2 == 0 else CONTENDERS[::-1]:
+            for contender in contenders if number % 2 == 0 else contenders[::-1]:
                 ranks = run_once(contender, layout, steps=options.steps, batch=options.batch, timeout=options.timeout)
                 runs[contender].append(ranks)
                 wall = statistics.median(_step_walls(ranks, skip=options.skip))
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
                 told = f"# {layout} {contender}, round {number + 1}: {wall:.3f} s, CPU {cpu:.3f} s"
                 print(told, file=sys.stderr, flush=True)
         results[layout] = runs
-        summaries[layout] = {contender: summarize(runs[contender], skip=options.skip) for contender in CONTENDERS}
+        summaries[layout] = {contender: summarize(runs[contender], skip=options.skip) for contender in contenders}
         # After each layout, so that a run that is stopped keeps what it has measured.
         if options.out is not None:
             _write(options, summaries, results)
@@ -108,26 +108,35 @@ def summarize(rounds: list[list[RankResult]], *, skip: int) -> Summary:
 
 
 def print_table(summaries: dict[str, dict[str, Summary]], *, limit: float) -> list[str]:
-    """Print all figures with the ratios ours/hand; returns what fails."""
+    """Print all figures with the ratios of ours to the fastest peer; returns what fails."""
     failures = []
     columns = ("step s", 8), ("ratio", 6), ("spread", 7), ("CPU s", 8), ("ratio", 6), ("MiB", 6), ("loss", 9)
     heading = " ".join([f"{'layout':20}", *(f"{name:>{width}}" for name, width in columns)])
     print(heading, "-" * len(heading), sep="\n")
-    for layout, both in summaries.items():
-        ours, hand = both["ours"], both["hand"]
-        ratios = {"wall": ours.wall_seconds / hand.wall_seconds, "CPU": ours.cpu_seconds / hand.cpu_seconds}
-        for contender, found in both.items():
-            wall, cpu = (f"{ratios[kind]:.2f}" if contender == "ours" else "" for kind in ("wall", "CPU"))
+    for layout, all_found in summaries.items():
+        peers = {name: found for name, found in all_found.items() if name != "ours"}
+        ours = all_found.get("ours")
+        ratios: dict[str, float] = {}
+        if ours is not None and peers:
+            ratios["wall"] = ours.wall_seconds / min(peer.wall_seconds for peer in peers.values())
+            ratios["CPU"] = ours.cpu_seconds / min(peer.cpu_seconds for peer in peers.values())
+        for contender, found in all_found.items():
+            shown = {kind: f"{ratio:.2f}" for kind, ratio in ratios.items()} if contender == "ours" else {}
             print(
-                f"{layout:14} {contender:5} {found.wall_seconds:8.4f} {wall:>6} {found.spread:7.0%} "
-                f"{found.cpu_seconds:8.4f} {cpu:>6} {found.memory_bytes / 2**20:6.0f} {found.loss:9.5f}"
+                f"{layout:14} {contender:5} {found.wall_seconds:8.4f} {shown.get('wall', ''):>6} {found.spread:7.0%} "
+                f"{found.cpu_seconds:8.4f} {shown.get('CPU', ''):>6} {found.memory_bytes / 2**20:6.0f} "
+                f"{found.loss:9.5f}"
             )
         failures += [f"{layout}: {k} ratio {r:.3f} is above {limit}" for k, r in ratios.items() if r > limit]
-        # `not <=`: a loss that is no number fails too.
-        if not abs(ours.loss / hand.loss - 1) <= LOSS_TOLERANCE:
-            failures.append(f"{layout}: last losses {ours.loss:.6f} and {hand.loss:.6f} differ")
+        if ours is not None:
+            failures += [
+                f"{layout}: last losses of ours, {ours.loss:.6f}, and {name}, {peer.loss:.6f}, differ"
+                for name, peer in peers.items()
+                # `not <=`: a loss that is no number fails too.
+                if not abs(ours.loss / peer.loss - 1) <= LOSS_TOLERANCE
+            ]
     print(
-        "step s, CPU s: of a step; MiB: the largest rank's peak over its imports; ratio: ours / hand",
+        "step s, CPU s: of a step; MiB: the largest rank's peak over its imports; ratio: ours / the fastest peer",
         *failures,
         sep="\n",
     )
@@ -161,6 +170,7 @@ def _write(
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step_time", description=__doc__.split("\n")[0])
     parser.add_argument("--layouts", default=",".join(CASES), help="comma-separated; default all: %(default)s")
+    parser.add_argument("--only", help="comma-separated contenders; default all")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contender in each layout")
     parser.add_argument("--steps", type=int, default=12, help="of each run")
     parser.add_argument("--skip", type=int, default=2, help="first steps of each run that do not count")
@@ -170,11 +180,16 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="a JSON file for all figures")
     options = parser.parse_args(arguments)
     options.layouts = options.layouts.split(",")
+    options.only = options.only.split(",") if options.only else []
     for name in options.layouts:
         if name not in CASES:
-            parser.error(f"layout {name!r} has no hand-written peer. Choose of {', '.join(CASES)}.")
-        if options.batch % Layout.parse(name).data:
-            parser.error(f"--batch {options.batch} does not divide over the ranks of {name}. Give an even number.")
+            parser.error(f"layout {name!r} has no peer to be timed beside. Choose of {', '.join(CASES)}.")
+        layout = Layout.parse(name)
+        parts = layout.data * (2 * layout.pipeline if layout.pipeline > 1 else 1)
+        if options.batch % parts:
+            parser.error(
+                f"--batch {options.batch} makes no {parts} equal parts for {name}. Give a multiple of {parts}."
+            )
     if options.rounds < 1 or not 0 <= options.skip < options.steps:
         parser.error("give --rounds of at least 1 and more --steps than --skip")
     return options

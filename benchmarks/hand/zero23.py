@@ -6,20 +6,29 @@ exist only while it computes; those of embedding and head from their forward to 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from benchmarks.hand.flat import flatten_parameters_
 from benchmarks.job import ADAMW, Clock, Job, next_token_loss
 
 
 class Unit:
-    """The parameters of some modules, whose shard this rank holds."""
+    """The parameters of some modules, whose shard this rank holds.
 
-    def __init__(self, modules: list[nn.Module], job: Job, *, free_after_forward: bool) -> None:
+    Args:
+        group: the data-parallel ranks.
+    """
+
+    def __init__(
+        self, modules: list[nn.Module], job: Job, *, free_after_forward: bool, group: ProcessGroup | None
+    ) -> None:
+        self.group = group
         self.size = job.layout.data
         self.stage = job.layout.zero_stage
         self.parameters = [p for module in modules for p in module.parameters()]
@@ -44,7 +53,7 @@ class Unit:
         self.full.untyped_storage().resize_(self.full_bytes)
         # Autograd has saved these parameters and must not take the same values for new ones.
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.full):
-            dist.all_gather_into_tensor(self.full, self.shard.data)
+            dist.all_gather_into_tensor(self.full, self.shard.data, group=self.group)
         self.is_gathered = True
 
     def free(self) -> None:
@@ -68,17 +77,29 @@ class Unit:
         if self.stage == 3:
             self.free()
         self.shard.grad = torch.empty_like(self.shard)
-        dist.reduce_scatter_tensor(self.shard.grad, gradient)
+        dist.reduce_scatter_tensor(self.shard.grad, gradient, group=self.group)
         self.shard.grad /= self.size
+
+
+def build_units(
+    job: Job,
+    *,
+    first: list[nn.Module],
+    layers: Iterable[nn.Module],
+    last: list[nn.Module],
+    group: ProcessGroup | None = None,
+) -> list[Unit]:
+    """One unit for the modules before the layers, one for each layer, one for the modules after them."""
+    return [
+        Unit(first, job, free_after_forward=False, group=group),
+        *(Unit([layer], job, free_after_forward=True, group=group) for layer in layers),
+        Unit(last, job, free_after_forward=False, group=group),
+    ]
 
 
 def train(job: Job, clock: Clock) -> None:
     model = job.build_model()
-    units = [
-        Unit([model.embed], job, free_after_forward=False),
-        *(Unit([layer], job, free_after_forward=True) for layer in model.layers),
-        Unit([model.norm, model.head], job, free_after_forward=False),
-    ]
+    units = build_units(job, first=[model.embed], layers=model.layers, last=[model.norm, model.head])
     optimizer = torch.optim.AdamW([unit.shard for unit in units], **ADAMW)
     batches = job.local_batches()
     clock.start()
