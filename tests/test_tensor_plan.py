@@ -229,7 +229,7 @@ class SplitEncoder(Encoder):
     ("kind", "layout"),
     [
         (PlannedEncoder, "tp2"),
-        (PlannedEncoder, "zero3x2-tp2-pp2"),
+        pytest.param(PlannedEncoder, "zero3x2-tp2-pp2", marks=pytest.mark.slow),
         *((SplitEncoder, layout) for layout in ("tp2", "tp4", "tp2-pp2")),
     ],
 )
