@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,9 +15,8 @@ from torch import Tensor, nn
 from lightning_3d.errors import ConfigError, ModelError
 from lightning_3d.models.language_model import CausalLanguageModel, next_token_loss
 from lightning_3d.models.optimization import Optimization
+from lightning_3d.models.weight_files import open_safetensors, some
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 # Old checkpoints stored these caches; every version computes them from the config.
 _STALE_KEYS = (r"rotary_emb\.inv_freq$",)
 
@@ -198,14 +196,14 @@ def load_safetensors_(model: nn.Module, *, folder: Path) -> nn.Module:
         ModelError: weights that are missing, unexpected or of another shape (one error that lists them), or no
             safetensors in the folder.
     """
-    files = _weight_files(folder)
+    stored = open_safetensors(folder)
     targets = model.state_dict(keep_vars=True)
-    prefix = _missing_prefix(model, files)
+    prefix = _missing_prefix(model, stored)
     ignored = [*_STALE_KEYS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
 
     loaded: set[int] = set()
     unexpected, misshapen = [], []
-    for name, tensor in _read_tensors(folder, files):
+    for name, tensor in stored.items():
         target = targets.get(prefix + name)
         if target is None:
             if not any(re.search(pattern, name) for pattern in ignored):
@@ -219,7 +217,7 @@ def load_safetensors_(model: nn.Module, *, folder: Path) -> nn.Module:
     # By identity, because tied weights are stored under one of their names.
     missing = [name for name, target in targets.items() if id(target) not in loaded]
     problems = [
-        f"{kind}: {_some(names)}."
+        f"{kind}: {some(names)}."
         for kind, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen))
         if names
     ]
@@ -238,48 +236,10 @@ def _require_transformers() -> None:
         raise ConfigError("HFCausalLM needs transformers: pip install lightning-3d[hf]") from error
 
 
-def _weight_files(folder: Path) -> dict[str, list[str]]:
-    """Names of the tensors in each safetensors file of the folder."""
-    from safetensors import safe_open
-
-    if (folder / _INDEX).is_file():
-        files: dict[str, list[str]] = {}
-        for name, file in json.loads((folder / _INDEX).read_text())["weight_map"].items():
-            files.setdefault(file, []).append(name)
-        absent = sorted(file for file in files if not (folder / file).is_file())
-        if absent:
-            raise ModelError(f"{folder / _INDEX} names files that are not there: {_some(absent)}. Copy them beside it.")
-        return files
-    if not (folder / _SINGLE).is_file():
-        raise ModelError(
-            f"{folder} holds neither {_SINGLE} nor {_INDEX}. Save the model again with "
-            "save_pretrained(), which writes safetensors."
-        )
-    with safe_open(folder / _SINGLE, framework="pt") as file:
-        return {_SINGLE: list(file.keys())}
-
-
-def _read_tensors(folder: Path, files: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, Tensor]]:
-    from safetensors import safe_open
-
-    for file_name, names in files.items():
-        # The caller may be building under torch.device("meta"), which must not swallow the stored values.
-        with torch.device("cpu"), safe_open(folder / file_name, framework="pt", device="cpu") as file:
-            stored = set(file.keys())
-            for name in names:
-                if name in stored:
-                    yield name, file.get_tensor(name)
-
-
-def _missing_prefix(model: nn.Module, files: Mapping[str, Sequence[str]]) -> str:
+def _missing_prefix(model: nn.Module, stored: Collection[str]) -> str:
     """What the names lack where the folder was saved from the model without its head ("transformer.", say)."""
     prefix = str(getattr(model, "base_model_prefix", "") or "")
     body = getattr(model, prefix, None) if prefix else None
-    if body is None or any(name.startswith(f"{prefix}.") for names in files.values() for name in names):
+    if body is None or any(name.startswith(f"{prefix}.") for name in stored):
         return ""
     return f"{prefix}."
-
-
-def _some(names: Sequence[str], *, most: int = 8) -> str:
-    listed = ", ".join(names[:most])
-    return listed if len(names) <= most else f"{listed} and {len(names) - most} more"

@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_flatten, tree_map_only
 
 from lightning_3d.errors import ModelError
-from lightning_3d.parallel.local import local_tensor
+from lightning_3d.parallel.local import local_tensor, part_like
 
 # Built from Python values: under the meta device their values would be lost.
 _FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
@@ -97,6 +96,19 @@ class Recording:
         for index in self._needed(wanted.storage):
             self._run(index, values, device)
         return self._open(wanted, values, device)
+
+    def copied_from(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The real tensor that this meta tensor is a plain copy of (weights mapped from a file), or None."""
+        wanted = self.view(tensor)
+        writers = self._writers.get(wanted.storage)
+        if not writers:
+            return None
+        operation = self._operations[writers[-1]]
+        if operation.function is not torch.ops.aten.copy_.default:
+            return None
+        target, source = operation.arguments[0][:2]
+        whole = target == wanted and isinstance(source, torch.Tensor) and source.shape == wanted.size
+        return source if whole else None
 
     def _needed(self, storage: int) -> list[int]:
         """Indices, in order, of the operations that a storage's final value depends on."""
@@ -265,10 +277,10 @@ def materialize_(
         if name not in sources or id(target) in filled:
             continue
         filled.add(id(target))
-        value = recording.replay(sources[name], device=device)
-        if isinstance(target, DTensor):
-            value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None).to_local()
-        local_tensor(target).copy_(value)
+        value = recording.copied_from(sources[name])
+        if value is None:
+            value = recording.replay(sources[name], device=device)
+        local_tensor(target).copy_(part_like(value, target))
 
 
 def _fill_attributes_(module: nn.Module, recording: Recording, device: torch.device) -> None:

@@ -13,6 +13,24 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def part_like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The part of a whole tensor that this rank holds in `target`; a view, so that of a mapped file no more is read.
+
+    Args:
+        whole: shaped as `target` is as a whole; need not be on its device or of its dtype.
+    """
+    if not isinstance(target, DTensor):
+        return whole
+    # A rank holds one box of a tensor, also where two axes cut the same dimension.
+    shape = target._local_tensor.shape
+    chunks = target.__create_chunk_list__() if target._local_tensor.numel() else []  # type: ignore[attr-defined]
+    if not chunks:
+        return whole.new_empty(shape)
+    for dim, (start, length) in enumerate(zip(chunks[0].offsets, shape, strict=True)):
+        whole = whole.narrow(dim, start, length)
+    return whole
+
+
 class WholeScalars(TorchFunctionMode):
     """Inside, a single number computed from a sharded tensor (a norm, a maximum) is a whole, ordinary tensor.
 
