@@ -25,26 +25,34 @@ class SplitPart(Part):
             if isinstance(module, nn.Linear | nn.Embedding):
                 dim = 1 if name.endswith(("wo", "w2")) else 0
                 module.weight = nn.Parameter(module.weight.detach().chunk(group.size(), dim)[group.rank()].clone())
+        if isinstance(self.embed, nn.Embedding):
+            self.embed = _SplitEmbedding(nn.Parameter(self.embed.weight.detach()), group)
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self.embed is not None:
-            hidden = self._look_up(hidden)
+            hidden = self.embed(hidden)
         for layer in self.layers:
             hidden = layer(hidden, self.cos, self.sin)
         if self.norm is not None and self.head is not None:
             hidden = self.head(_Enter.apply(self.norm(hidden), self.group))
         return hidden
 
-    def _look_up(self, tokens: Tensor) -> Tensor:
-        assert isinstance(self.embed, nn.Embedding)
-        rows = self.embed.weight
-        index = tokens - self.group.rank() * len(rows)
-        outside = (index < 0) | (index >= len(rows))
-        found = F.embedding(index.masked_fill(outside, 0), rows).masked_fill(outside[..., None], 0.0)
-        return _Leave.apply(found, self.group)
-
     def loss(self, logits: Tensor, rows: Tensor) -> Tensor:
         return _SplitLoss.apply(logits.flatten(0, 1), rows[:, 1:].flatten(), self.group)
+
+
+class _SplitEmbedding(nn.Module):
+    """A rank's rows; what others have is zero before the sum."""
+
+    def __init__(self, rows: nn.Parameter, group: ProcessGroup) -> None:
+        super().__init__()
+        self.rows, self.group = rows, group
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        index = tokens - self.group.rank() * len(self.rows)
+        outside = (index < 0) | (index >= len(self.rows))
+        found = F.embedding(index.masked_fill(outside, 0), self.rows).masked_fill(outside[..., None], 0.0)
+        return _Leave.apply(found, self.group)
 
 
 class _SplitLayer(nn.Module):
