@@ -42,6 +42,11 @@ class Share:
         """Names of the whole model's state that other ranks have."""
         return frozenset()
 
+    @property
+    def parameter_names(self) -> list[str]:
+        """Names of the whole model's parameters, in its order; the first one of each."""
+        return [name for name, _ in self.module.named_parameters()]
+
     def counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank's copy of a parameter is the one that counts in the norm."""
         return True

@@ -58,6 +58,10 @@ class StagedModule(Share):
     def elsewhere(self) -> frozenset[str]:
         return self.pipeline.split.state_names - self.module.state_dict().keys()
 
+    @property
+    def parameter_names(self) -> list[str]:
+        return self.pipeline.split.parameter_names
+
     def counts(self, parameter: nn.Parameter) -> bool:
         return id(parameter) not in self._copies
 

@@ -61,6 +61,7 @@ class SplitModule:
         self.shared = _shared(module, self.trunk, self.all_stages)
         self.aliases = _aliases(module)
         self.state_names = frozenset(module.state_dict())
+        self.parameter_names = [name for name, _ in module.named_parameters()]
         self.everywhere = [module.get_parameter(name) for name in self.trunk.everywhere]
         self._skips = [self._stand_in_block(i, block, device) for i, block in enumerate(blocks)]
         self._edges = self._stand_in_edges(device)

@@ -1,0 +1,151 @@
+"""What this strategy did not save itself: plain Lightning's .ckpt, state_dict files and Hugging Face folders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+
+from lightning_3d.errors import CheckpointError, ConfigError
+from lightning_3d.models.weight_files import INDEX, SINGLE, open_torch_file, open_weights
+from lightning_3d.parallel.local import local_tensor, part_like
+from lightning_3d.strategies.weights import by_own_names, load_weights_, parameter_names
+
+if TYPE_CHECKING:
+    from lightning_3d.strategies.checkpointing import CheckpointingStrategy
+
+
+def check_initial_weights(path: str | Path | None) -> Path | None:
+    """
+    Raises:
+        ConfigError: there is nothing at this path.
+    """
+    if path is None:
+        return None
+    found = Path(path)
+    if not found.exists():
+        raise ConfigError(
+            f"initial_weights={str(path)!r}: there is no such file or folder, and names on a hub are not downloaded. "
+            "Fetch a model first, with hf download NAME --local-dir FOLDER, and give that folder."
+        )
+    return found
+
+
+def is_plain(path: Path) -> bool:
+    """Whether this is a file, or a folder of safetensors."""
+    return path.is_file() or any((path / name).is_file() for name in (INDEX, SINGLE))
+
+
+def load(strategy: CheckpointingStrategy, path: Path, *, weights_only: bool | None) -> dict[str, Any]:
+    """Lightning's checkpoint dictionary from a file or folder of another format; collective.
+
+    Tensors of the model are whole and mapped from the file: `load_weights_` reads this rank's parts.
+
+    Raises:
+        CheckpointError: nothing readable is there, it does not fit, or it has no optimizer state that `fit` needs.
+    """
+    assert strategy.lightning_module is not None
+    fitting = strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING
+    checkpoint: dict[str, Any] = {}
+    if path.is_file() and path.suffix != ".safetensors":
+        checkpoint = open_torch_file(path, weights_only=weights_only)
+    if "state_dict" not in checkpoint:
+        checkpoint = {"state_dict": by_own_names(strategy, open_weights(path))}
+    if fitting and "optimizer_states" not in checkpoint:
+        raise CheckpointError(
+            f"{path} holds weights alone, no optimizer state and no loops to go on with. To start from its weights, "
+            f"leave out ckpt_path and set ThreeDStrategy(initial_weights={str(path)!r})."
+        )
+    if fitting:
+        saved = checkpoint["optimizer_states"]
+        if len(saved) != len(strategy.optimizers):
+            raise CheckpointError(
+                f"{path} has {len(saved)} optimizers, configure_optimizers() gave {len(strategy.optimizers)}."
+            )
+        checkpoint["optimizer_states"] = [
+            _by_name(strategy, optimizer, state, source=str(path))
+            for optimizer, state in zip(strategy.optimizers, saved, strict=True)
+        ]
+    return checkpoint
+
+
+def load_initial_weights_(strategy: CheckpointingStrategy, path: Path) -> None:
+    """Start from the weights of a file or folder of any format but our own, which has another reader; collective."""
+    assert strategy.lightning_module is not None
+    state = by_own_names(strategy, open_weights(path))
+    load_weights_(strategy, state, strict=strategy.lightning_module.strict_loading, source=str(path))
+
+
+def names_by_group(strategy: CheckpointingStrategy, optimizer: Optimizer) -> list[list[str]] | None:
+    """Names of the whole model's parameters in each group of an optimizer, in order; collective under a pipeline.
+
+    None where stages have unlike numbers of groups, or a group is not in the model's order, which alone tells in which
+    order one process would have it.
+    """
+    assert strategy.lightning_module is not None
+    names = parameter_names(strategy)
+    mine = [[names[p] for p in group["params"] if p in names] for group in optimizer.param_groups]
+    group = strategy.mesh["pp"].get_group()
+    if group.size() == 1:
+        return mine
+    ranks: list[Any] = [None] * group.size()
+    dist.all_gather_object(ranks, mine, group=group)
+    place = {name: index for index, name in enumerate(strategy.share.parameter_names)}
+    ordered = all(part == sorted(part, key=place.__getitem__) for rank in ranks for part in rank)
+    if not ordered or len({len(rank) for rank in ranks}) != 1:
+        return None
+    return [
+        sorted({name for part in parts for name in part}, key=place.__getitem__) for parts in zip(*ranks, strict=True)
+    ]
+
+
+def _by_name(
+    strategy: CheckpointingStrategy, optimizer: Optimizer, saved: Mapping[str, Any], *, source: str
+) -> dict[str, Any]:
+    """An optimizer's state by parameter name (as `optimizer_state.flatten` has it), this rank's parts of it."""
+    groups = names_by_group(strategy, optimizer)
+    numbers = [group["params"] for group in saved["param_groups"]]
+    if groups is None or [len(names) for names in groups] != [len(part) for part in numbers]:
+        theirs, ours = [len(part) for part in numbers], groups and [len(names) for names in groups]
+        raise CheckpointError(
+            f"{source} has optimizer groups of {theirs} parameters, here they are {ours or 'in no order of the module'}. "
+            "Build the same optimizer, its groups in the order of the module's parameters."
+        )
+    parameters = {name: parameter for parameter, name in parameter_names(strategy).items()}
+    flat: dict[str, Any] = {}
+    misshapen = []
+    for names, part, options in zip(groups, numbers, saved["param_groups"], strict=True):
+        for name, number in zip(names, part, strict=True):
+            if name not in parameters:
+                continue
+            flat.update({f"param_groups.{name}.{key}": value for key, value in options.items() if key != "params"})
+            for entry, value in saved["state"].get(number, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameters[name].shape:
+                    misshapen.append(f"{name}: {entry} {tuple(value.shape)} for {tuple(parameters[name].shape)}")
+                else:
+                    flat[f"state.{name}.{entry}"] = _placed(value, parameters[name])
+    if misshapen:
+        raise CheckpointError(
+            f"{source}: the optimizer's state does not fit its parameters. {'; '.join(misshapen)}. "
+            "Build the same optimizer over the same parameters in the same order."
+        )
+    for group, options in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        if not any(parameter.numel() for parameter in group["params"]):
+            group.update({key: value for key, value in options.items() if key != "params"})
+    return flat
+
+
+def _placed(value: Any, parameter: torch.Tensor) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != parameter.shape or not value.dim():
+        # A step count: torch's optimizers keep it on the CPU unless they are fused or capturable.
+        return value.clone()
+    room = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
+    local_tensor(room).copy_(part_like(value, room))
+    return room
