@@ -126,11 +126,39 @@ def test_value_of_a_placeholder_cannot_be_read(read: Any) -> None:
         read(torch.zeros(()).as_subclass(Placeholder))
 
 
-def test_weight_of_an_absent_module_is_refused_by_name_and_its_settings_are_there() -> None:
-    absent = Absent(Shadow(nn.Linear(3, 4), device=torch.device("cpu")), name="model.head", on_call=lambda *_: None)
-    assert absent.out_features == 4
+def absent_head() -> Any:
+    head = nn.Linear(3, 4, dtype=torch.bfloat16)
+    return Absent(Shadow(head, device=torch.device("cpu")), name="model.head", on_call=lambda *_: None)
+
+
+def test_facts_of_an_absent_weight_are_known() -> None:
+    weight, hidden = absent_head().weight, torch.ones(2, 3)
+    assert (weight.shape, weight.dtype, weight.device) == ((4, 3), torch.bfloat16, torch.device("cpu"))
+    assert (weight.size(0), weight.ndim, weight.numel(), weight.requires_grad) == (4, 2, 12, True)
+    assert repr(weight) == "AbsentWeight(model.head.weight, shape=(4, 3), dtype=torch.bfloat16)"
+    with torch._C.DisableTorchFunctionSubclass():
+        assert weight.untyped_storage().nbytes() == 2, "one number, however large the weight"
+    for cast in (hidden.to(weight.dtype), hidden.to(weight), hidden.type_as(weight), weight.new_ones(2, 3)):
+        assert type(cast) is torch.Tensor and torch.equal(cast, hidden.bfloat16())
+    assert isinstance(hidden.as_subclass(Placeholder).to(weight), Placeholder)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        torch.sum, float, torch.Tensor.detach, torch.Tensor.float, lambda weight: torch.ones(2, 3) @ weight.T,
+        lambda weight: torch.cat([torch.ones(1, 3), weight]), lambda weight: weight.requires_grad_(False),
+        lambda weight: torch.ones(3).as_subclass(Placeholder) + weight,
+    ],
+)  # fmt: skip
+def test_values_of_an_absent_weight_are_refused_by_name(use: Any) -> None:
     with pytest.raises(ModelError, match=r"model\.head\.weight is read where another pipeline rank has model\.head"):
-        _ = absent.weight
+        use(absent_head().weight)
+
+
+def test_settings_of_an_absent_module_are_there() -> None:
+    absent = absent_head()
+    assert absent.out_features == 4
     with pytest.raises(AttributeError):
         _ = absent.no_such_thing
     assert list(absent.parameters()) == []

@@ -11,9 +11,9 @@ from modules import Rows, TinyGPT
 from pipelined_modules import HuggingFace
 from test_pipeline_parity import united
 from test_zero_parity import largest_difference, replicas
-from training import Recorder, ordered, run, whole_weights
+from training import Recorder, ordered, run, trainer_for, whole_weights
 
-from lightning_3d import Layout, ThreeDStrategy
+from lightning_3d import Layout
 from lightning_3d.errors import LaunchError
 
 pytestmark = pytest.mark.distributed
@@ -24,21 +24,14 @@ def fit(layout: str | None, kind: str, length: int) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     recorder = Recorder()
     module = TinyGPT() if kind == "gpt" else HuggingFace(kind, labels=False)
-    parsed = Layout.parse(layout) if layout else None
-    settings = {**parsed.as_dict(), "sequence_parallel": True, "timeout_seconds": 60} if parsed else {}
     widths: list[int] = []
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=parsed.world_size if parsed else 1,
-        strategy=ThreeDStrategy(**settings) if parsed else "auto",
+    trainer = trainer_for(
+        layout,
+        sequence_parallel=True,
         max_steps=4,
         precision="64-true",
         gradient_clip_val=0.3,
         callbacks=[recorder],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     for name, part in module.named_modules():
         if name.endswith(("feed_forward_norm", "post_attention_layernorm", "ln_2")):

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from training import run, trainer_for
 
 from lightning_3d.cli.comparison import Comparison, Recorder, RunRecord, compare, fit
-from lightning_3d.parallel import cursor, gradients, split_logits, staged, tensor
+from lightning_3d.parallel import cursor, gradients, sequence, split_logits, staged, tensor
 from lightning_3d.parallel.cursor import Cursor
 from lightning_3d.parallel.local import local_tensor
 from lightning_3d.parallel.staged import StagedModule
@@ -68,6 +68,7 @@ MODULES: dict[str, tuple[Callable[[], L.LightningModule], type[Dataset], dict[st
     "gpt": (TinyGPT, Rows, {}),
     "gpt, 3 micro-batches": (TinyGPT, Rows, {"num_microbatches": 3}),
     "gpt, split logits": (PlainGPT, Rows, {"loss_parallel": True}),
+    "gpt, split sequence": (TinyGPT, Rows, {"sequence_parallel": True}),
     "noisy gpt": (NoisyGPT, Rows, {"num_microbatches": 4}),
     "mlp": (MLP, Points, {}),
 }
@@ -180,6 +181,11 @@ def count_whole_gradients_on_each_rank() -> None:
     gradients._by_sharding = by_sharding
 
 
+def leave_gradients_of_norms_in_parts() -> None:
+    """Under sequence parallelism a norm's gradient is that of a rank's own part of the sequence."""
+    sequence.apply_replicate = lambda *_: None
+
+
 # ---------------------------------------------------------------------- faults of the pipeline
 
 
@@ -254,6 +260,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[], None], str]] = {
     "softmax of own tokens": ("gpt, split logits", "tp2", normalise_over_own_tokens, "loss"),
     "norm without split parts": ("gpt", "tp2", leave_split_parts_out_of_norm, "gradient_norm"),
     "norm with whole gradients on each rank": ("gpt", "tp2", count_whole_gradients_on_each_rank, "gradient_norm"),
+    "gradients of norms in parts": ("gpt, split sequence", "tp2", leave_gradients_of_norms_in_parts, "gradient_norm"),
     "micro-batches weighed alike": ("gpt, 3 micro-batches", "pp2", weigh_micro_batches_alike, "gradient_norm"),
     "tied gradient twice in the norm": ("gpt", "pp2", count_tied_gradient_twice, "gradient_norm"),
     "tied gradients not summed": ("gpt", "pp2", keep_copies_apart(2), "weights"),

@@ -50,14 +50,21 @@ def ordered(dataset: Dataset, *, replicas: int, global_batch: int = GLOBAL_BATCH
 
 
 def trainer_for(
-    layout: str | None, *, num_microbatches: int | None = None, loss_parallel: bool = False, **kwargs: Any
+    layout: str | None,
+    *,
+    num_microbatches: int | None = None,
+    loss_parallel: bool = False,
+    sequence_parallel: bool = False,
+    **kwargs: Any,
 ) -> L.Trainer:
     """A quiet CPU Trainer; `layout` None is strategy="auto" in one process."""
     parsed = Layout.parse(layout) if layout else None
     strategy: Any = "auto"
     if parsed:
-        settings = {**parsed.as_dict(), "num_microbatches": num_microbatches, "loss_parallel": loss_parallel}
-        strategy = ThreeDStrategy(**settings, timeout_seconds=60)
+        settings = {**parsed.as_dict(), "num_microbatches": num_microbatches}
+        strategy = ThreeDStrategy(
+            **settings, loss_parallel=loss_parallel, sequence_parallel=sequence_parallel, timeout_seconds=60
+        )
     defaults: dict[str, Any] = {
         "logger": False,
         "enable_checkpointing": False,

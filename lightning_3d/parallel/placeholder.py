@@ -21,6 +21,14 @@ _SHAPE_ONLY = {
     torch.Tensor.new_tensor,
 }  # fmt: skip
 
+# What is known of a weight without having it.
+_FACTS = {
+    torch.Tensor.dtype.__get__, torch.Tensor.device.__get__, torch.Tensor.shape.__get__, torch.Tensor.ndim.__get__,
+    torch.Tensor.requires_grad.__get__, torch.Tensor.is_cuda.__get__, torch.Tensor.layout.__get__, torch.Tensor.dim,
+    torch.Tensor.size, torch.Tensor.numel, torch.Tensor.element_size, torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex, torch.is_floating_point, torch.is_complex,
+}  # fmt: skip
+
 _READS = {"__bool__", "__int__", "__float__", "__index__", "__contains__", "item", "tolist", "numpy"}
 
 
@@ -39,6 +47,38 @@ class Placeholder(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class AbsentWeight(torch.Tensor):
+    """A weight that another rank has: its shape, dtype and device are known, and all else is refused by name."""
+
+    _owner: str
+    _weight: str
+
+    @staticmethod
+    def of(weight: torch.Tensor, *, owner: str, name: str) -> torch.Tensor:
+        """In the place of `weight`, the parameter or buffer `name` of the module `owner`; takes no memory."""
+        number = torch.zeros((), dtype=weight.dtype, device=weight.device, requires_grad=weight.requires_grad)
+        absent = number.expand(weight.shape).as_subclass(AbsentWeight)
+        absent._owner, absent._weight = owner, name
+        return absent
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"AbsentWeight({self._owner}.{self._weight}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTS or func in _SHAPE_ONLY:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in (torch.Tensor.type_as, torch.Tensor.to) and not isinstance(args[0], AbsentWeight):
+            return args[0].to(args[1].device, args[1].dtype)
+        absent = next(leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, AbsentWeight))
+        raise ModelError(
+            f"{absent._owner}.{absent._weight} is read where another pipeline rank has {absent._owner}. Call the "
+            "module, or tie the parameter to one that this part of the model has."
+        )
 
 
 def is_placeholder(value: Any) -> bool:
@@ -116,12 +156,7 @@ class Absent(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             value = getattr(self.__dict__["_shadow"].module, name)
-        if isinstance(value, torch.Tensor):
-            raise ModelError(
-                f"{self._name}.{name} is read where another pipeline rank has {self._name}. Call the module, or tie "
-                "the parameter to one that this part of the model has."
-            )
-        return value
+        return AbsentWeight.of(value, owner=self._name, name=name) if isinstance(value, torch.Tensor) else value
 
 
 # One for all placeholders of a kind: whatever in-place operations leave there, the values mean nothing.
