@@ -23,9 +23,9 @@ _SHAPE_ONLY = {
 
 # What is known of a weight without having it.
 _FACTS = {
-    torch.Tensor.dtype.__get__, torch.Tensor.device.__get__, torch.Tensor.shape.__get__, torch.Tensor.ndim.__get__,
-    torch.Tensor.requires_grad.__get__, torch.Tensor.is_cuda.__get__, torch.Tensor.layout.__get__, torch.Tensor.dim,
-    torch.Tensor.size, torch.Tensor.numel, torch.Tensor.element_size, torch.Tensor.is_floating_point,
+    *(getattr(torch.Tensor, name).__get__ for name in (
+        "dtype", "device", "shape", "ndim", "requires_grad", "is_cuda", "layout")),
+    torch.Tensor.dim, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.element_size, torch.Tensor.is_floating_point,
     torch.Tensor.is_complex, torch.is_floating_point, torch.is_complex,
 }  # fmt: skip
 
