@@ -8,7 +8,7 @@ TEST_JOBS ?= 2
 # One thread per process: ranks of one machine would otherwise fight for its cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-full lint clean
+.PHONY: train test test-full verify-all lint clean
 
 # The stamp lies inside the environment, so that removing .venv is enough to begin anew.
 $(VENV): $(VENV)/.installed ;
@@ -29,6 +29,10 @@ lint: $(VENV)/.installed
 test: lint
 	$(BIN)/python -m pytest -q -m "not distributed and not slow"
 	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile -m "distributed and not slow"
+
+# Every kind of layout on every kind of model beside one process, in float64; prints the tables.
+verify-all: $(VENV)/.installed
+	$(BIN)/python -m pytest -q -rP -m slow tests/test_verify_layouts.py
 
 test-full: lint
 	$(BIN)/python -m pytest -q

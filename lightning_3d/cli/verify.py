@@ -347,6 +347,7 @@ def help_text() -> str:
         "examples:",
         "  lightning-3d verify recipe=digits_mlp",
         "  lightning-3d verify recipe=stdlib_llama_hf 'layouts=[zero3x2,hsdp2x2]' model.loss=labels steps=3",
+        "  lightning-3d verify recipe=stdlib_llama_hf model=gpt2_hf 'layouts=[tp2,pp2@gpipe,hsdp2x2-tp2]'",
         "  lightning-3d verify 'layouts=[tp2,pp2,tp2-pp2]' strategy.loss_parallel=true",
         "  lightning-3d verify dtype=float32 trainer.accumulate_grad_batches=2",
     ]
