@@ -9,7 +9,7 @@ import yaml
 from lightning_3d.cli import main
 from lightning_3d.cli.check import check_layout
 from lightning_3d.cli.config import compose_recipe, groups, recipes
-from lightning_3d.cli.train import prepare
+from lightning_3d.cli.job import prepare
 from lightning_3d.errors import ConfigError, LayoutError
 
 LANGUAGE_MODEL = {
@@ -39,6 +39,7 @@ EVERY_RUN = {
     "run_dir": "5",
     "resume": "nowhere",
     "layout": "zero9x2",
+    "metric": "5",
     "strategy.data_parallel_size": "3",
     "strategy.data_parallel_replicas": "0",
     "strategy.tensor_parallel_size": "0",
@@ -192,7 +193,7 @@ def test_every_setting_of_the_recipe_has_a_bad_value_here(recipe):
         ("recipe=none.yaml", "there is no such file"),
         ("trainer.max_steps=1,2", "gives several values"),
         ("trainer.max_steps", "write key=value"),
-        ("--multirun", "there is no option --multirun"),
+        ("--multi", "there is no option --multi"),
         ("trainer.strategy=ddp", "trainer.strategy is set by the settings under strategy"),
         ("model.config.vocab_size=${data.nothing}", "data.nothing"),
         ("~model.config", "model.config has no value"),

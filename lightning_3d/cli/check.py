@@ -31,6 +31,7 @@ _TOP_LEVEL: dict[str, tuple[Any, str]] = {
     "run_dir": (str | None, "null"),
     "resume": (str | None, "auto"),
     "layout": (str | None, "zero3x2"),
+    "metric": (str, "val_loss"),
 }
 _GROUPS = ("strategy", "model", "data", "trainer", "callbacks", "logger")
 

@@ -27,6 +27,11 @@ def settings_folder(name: str) -> Path:
     return next(folder for folder in (package / name, package.parent / name) if folder.is_dir())
 
 
+def search_path() -> str:
+    """The override that tells Hydra where groups of settings are."""
+    return f"hydra.searchpath=['file://{settings_folder('conf')}']"
+
+
 def recipes() -> dict[str, str]:
     """Names of the recipes that come with the package, each with its first comment."""
     return _described(settings_folder("recipes"))
@@ -60,13 +65,17 @@ def compose_recipe(recipe: str, overrides: Sequence[str] = ()) -> dict[str, Any]
     Raises:
         ConfigError: an unknown recipe, option or key, or an override that cannot be read.
     """
-    file = _recipe_file(recipe)
+    file = recipe_file(recipe)
     parsed = _parse(overrides)
     options = groups()
     choices = [override for override in parsed if override.key_or_group in options]
     for choice in choices:
         _check_choice(choice, options[choice.key_or_group])
-    base = _compose(file, [line for choice, line in _lines(choices)])
+    base = _compose(file, [line for _, line in _lines(choices)])
+    # What a class of one's own takes can be given too.
+    targets = [override for override in parsed if override.key_or_group.endswith("._target_")]
+    if targets := [one for one in targets if one.is_add() or one.is_force_add() or _has(base, one.key_or_group)]:
+        base = _compose(file, [line for _, line in _lines([*choices, *targets])])
     lines = [line if override in choices else _addable(override, base) for override, line in _lines(parsed)]
     config = _compose(file, lines)
     missing = sorted(_missing(config))
@@ -85,6 +94,23 @@ def resolve(config: dict[str, Any]) -> dict[str, Any]:
         return OmegaConf.to_container(OmegaConf.create(config), resolve=True)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         raise ConfigError(_first_line(error)) from error
+
+
+def parse_override(line: str) -> Override:
+    """One argument in Hydra's grammar, with its key, value or several values.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return OverridesParser.create().parse_override(line)
+    except HydraException:
+        raise ConfigError(f"{line!r} cannot be read: write key=value, e.g. trainer.max_steps=10.") from None
+
+
+def is_hydras_own(override: Override) -> bool:
+    """Whether it sets Hydra instead of a run: ``hydra/sweeper=optuna``, ``hydra.sweeper.n_trials=20``."""
+    return override.key_or_group.replace("/", ".").split(".")[0] == "hydra"
 
 
 def key_of(override: str) -> str:
@@ -112,7 +138,12 @@ def value_at(config: Any, path: str) -> Any:
     return config
 
 
-def _recipe_file(recipe: str) -> Path:
+def recipe_file(recipe: str) -> Path:
+    """The YAML file of a recipe's name or path.
+
+    Raises:
+        ConfigError: there is none.
+    """
     if recipe.endswith((".yaml", ".yml")):
         path = Path(recipe).absolute()
         if not path.is_file():
@@ -126,17 +157,16 @@ def _recipe_file(recipe: str) -> Path:
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:
-    parsed = []
-    for line in overrides:
-        try:
-            override = OverridesParser.create().parse_override(line)
-        except HydraException:
-            raise ConfigError(f"{line!r} cannot be read: write key=value, e.g. trainer.max_steps=10.") from None
+    parsed = [parse_override(line) for line in overrides]
+    for override in parsed:
+        line = override.input_line
         if override.is_sweep_override():
-            raise ConfigError(f"{line!r} gives several values; a run has one. For a list write 'key=[a,b]'.")
-        if override.key_or_group.split(".")[0] == "hydra":
-            raise ConfigError(f"{line!r}: Hydra's own settings play no part here. Leave it out.")
-        parsed.append(override)
+            raise ConfigError(
+                f"{line!r} gives several values; a run has one. For a list write 'key=[a,b]'; for a run of each value "
+                f"add -m."
+            )
+        if is_hydras_own(override):
+            raise ConfigError(f"{line!r}: Hydra's own settings play no part in a single run. Leave it out, or add -m.")
     return parsed
 
 
@@ -208,10 +238,9 @@ def _missing(config: dict[str, Any], prefix: str = "") -> Iterable[str]:
 
 
 def _compose(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    search_path = f"hydra.searchpath=['file://{settings_folder('conf')}']"
     try:
         with initialize_config_dir(str(file.parent), version_base="1.3", job_name="lightning-3d"):
-            composed = compose(file.stem, [search_path, *overrides])
+            composed = compose(file.stem, [search_path(), *overrides])
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_first_line(error)) from error
     return OmegaConf.to_container(composed, resolve=False)  # type: ignore[return-value]

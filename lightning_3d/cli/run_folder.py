@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from datetime import datetime
@@ -15,6 +16,7 @@ from lightning_3d.errors import ConfigError
 
 CONFIG = "config.yaml"
 OVERRIDES = "overrides.yaml"
+RESULT = "result.json"
 CHECKPOINTS = "checkpoints"
 
 
@@ -58,8 +60,11 @@ def new_run(config: Mapping[str, Any]) -> Path:
                 f"Set resume=auto to go on with it, or another run_dir to start anew."
             )
         return folder
-    stem = f"{config['name']}-{datetime.now():%Y%m%d-%H%M%S}"
-    parent = Path(config["output_dir"])
+    return unused(Path(config["output_dir"]), f"{config['name']}-{datetime.now():%Y%m%d-%H%M%S}")
+
+
+def unused(parent: Path, stem: str) -> Path:
+    """A folder below `parent` that does not exist, named `stem`, with a number if need be."""
     names = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]
     return next(parent / name for name in names if not (parent / name).exists())
 
@@ -93,6 +98,16 @@ def read_overrides(folder: Path) -> tuple[str | None, list[str]]:
         return None, []
     made_of = yaml.safe_load(path.read_text())
     return made_of["recipe"], list(made_of["overrides"])
+
+
+def write_result(folder: Path, *, global_step: int, metrics: Mapping[str, float]) -> None:
+    """Write what a run ended with: its steps, and the last value of each metric."""
+    _write(folder / RESULT, json.dumps({"global_step": global_step, "metrics": dict(metrics)}, indent=2) + "\n")
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """What `write_result` wrote."""
+    return json.loads((folder / RESULT).read_text())
 
 
 def _write(path: Path, text: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 import yaml
 
+from lightning_3d.cli import run_folder
 from lightning_3d.cli.build import build, build_trainer
 from lightning_3d.errors import Lightning3DError
 from lightning_3d.layout import Layout
@@ -44,10 +45,12 @@ def _layout_name(trainer: L.Trainer) -> str:
 
 
 def _tell_result(trainer: L.Trainer, data: Any, *, run_dir: str) -> None:
+    """Print the result, and keep it in the run folder."""
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    run_folder.write_result(Path(run_dir), global_step=trainer.global_step, metrics=metrics)
     lines = [f"steps: {trainer.global_step}"]
-    loss = trainer.callback_metrics.get("val_loss")
-    if loss is not None:
-        line = f"val_loss: {float(loss):.4f}"
+    if "val_loss" in metrics:
+        line = f"val_loss: {metrics['val_loss']:.4f}"
         unigram = getattr(data, "unigram_loss", None)
         if callable(unigram):
             line += f"  (a unigram model: {unigram():.4f})"

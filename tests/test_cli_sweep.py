@@ -1,0 +1,279 @@
+"""`lightning-3d train -m`: a run for each combination, each in a folder of its own, whatever becomes of the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_3d.cli import main, run_folder, sweep
+from lightning_3d.cli.job import Job
+
+DIGITS = ["recipe=digits_mlp", "logger=none", "layout=single"]
+
+
+class Started:
+    """Stands for `start`: notes each job, and ends it as told by its learning rate."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self.outcome: dict[float, int | dict[str, float]] = {}
+
+    def __call__(self, job: Job) -> int:
+        self.jobs.append(job)
+        run_folder.write_config(job.folder, job.config, recipe=job.recipe, overrides=job.overrides)
+        rate = job.config["model"]["learning_rate"]
+        outcome = self.outcome.get(rate, {"val_loss": rate})
+        if isinstance(outcome, int):
+            return outcome
+        run_folder.write_result(job.folder, global_step=1, metrics=outcome)
+        return 0
+
+    @property
+    def rates(self) -> list[float]:
+        return [job.config["model"]["learning_rate"] for job in self.jobs]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Started:
+    monkeypatch.chdir(tmp_path)
+    started = Started()
+    monkeypatch.setattr(sweep, "start", started)
+    return started
+
+
+def train(*arguments: str) -> int:
+    return main(["train", "-m", *DIGITS, *arguments])
+
+
+def test_every_combination_is_one_job_with_one_folder(started: Started, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("model.learning_rate=0.1,0.2", "seed=1,2", "data.num_workers=0") == 0
+    assert [(job.config["model"]["learning_rate"], job.config["seed"]) for job in started.jobs] == [
+        (0.1, 1), (0.1, 2), (0.2, 1), (0.2, 2)
+    ]  # fmt: skip
+    (folder,) = Path("runs").iterdir()
+    assert [job.folder for job in started.jobs] == [folder / str(number) for number in range(4)]
+    assert sorted(path.parent.name for path in folder.glob("*/config.yaml")) == ["0", "1", "2", "3"]
+    table = capsys.readouterr().out
+    assert "model.learning_rate=0.2 seed=1" in table and str(folder / "2") in table
+
+
+def test_values_with_equals_signs_spaces_and_commas_reach_the_job_whole(started: Started) -> None:
+    assert (
+        train("model.learning_rate=0.1", r"callbacks.checkpoint.filename='a=b c','d, e'", "output_dir='my runs'") == 0
+    )
+    assert [job.config["callbacks"]["checkpoint"]["filename"] for job in started.jobs] == ["a=b c", "d, e"]
+    assert all(job.folder.parent.parent == Path("my runs") for job in started.jobs)
+
+
+def test_groups_layouts_and_deletions_can_be_part_of_a_sweep(started: Started) -> None:
+    assert (
+        main(["train", "-m", "recipe=digits_mlp", "logger=none,csv", "layout=dp2,zero3x2", "~callbacks.progress"]) == 0
+    )
+    assert [job.layout.name for job in started.jobs if job.layout] == ["dp2", "zero3x2"] * 2
+    assert all("progress" not in job.config["callbacks"] for job in started.jobs)
+
+
+def test_failed_job_does_not_end_the_sweep_and_is_told_at_its_end(started: Started, capsys: Any) -> None:
+    started.outcome = {0.1: 1, 0.2: {"val_loss": float("nan")}}
+    assert train("model.learning_rate=0.1,0.2,0.3") == 1
+    assert started.rates == [0.1, 0.2, 0.3]
+    table = capsys.readouterr().out
+    assert "job 0: exit code 1" in table and "job 1: val_loss=nan" in table and "0.3" in table
+
+
+@pytest.mark.parametrize("sweeper", ["basic", "optuna"])
+def test_sweeper_gets_the_metric_that_was_asked_for(started: Started, sweeper: str, monkeypatch: Any) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    returned = []
+    take = sweep._Jobs.__call__
+    monkeypatch.setattr(sweep._Jobs, "__call__", lambda jobs, cfg: returned.append(take(jobs, cfg)) or returned[-1])
+    started.outcome = {0.1: {"val_loss": 9.0, "val_accuracy": 0.5}, 0.2: {"val_loss": 8.0, "val_accuracy": 0.25}}
+    assert (
+        train("model.learning_rate=0.1,0.2", "metric=val_accuracy", f"hydra/sweeper={sweeper}", *_trials(sweeper)) == 0
+    )
+    assert sorted(returned) == [0.25, 0.5]
+
+
+def _trials(sweeper: str) -> list[str]:
+    # A grid, so that both sweepers do the same.
+    return ["hydra/sweeper/sampler=grid"] if sweeper == "optuna" else []
+
+
+def test_optuna_goes_on_after_a_failed_trial_and_names_the_best(started: Started) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    started.outcome = {0.1: 1}
+    search = "model.learning_rate=0.1,0.2,0.3"
+    assert train(search, "hydra/sweeper=optuna", "hydra/sweeper/sampler=grid", "hydra.sweep.dir=here") == 1
+    assert sorted(started.rates) == [0.1, 0.2, 0.3]
+    assert yaml.safe_load(Path("here/optimization_results.yaml").read_text())["best_value"] == 0.2
+
+
+def test_optuna_searches_an_interval(started: Started) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    options = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.sampler.seed=1"]
+    assert train("model.learning_rate=tag(log, interval(1e-4, 1e-1))", *options) == 0
+    assert len(set(started.rates)) == 4 and all(1e-4 <= rate <= 1e-1 for rate in started.rates)
+
+
+def test_sweep_in_which_every_trial_fails_says_why_and_nothing_else(started: Started, capsys: Any) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    started.outcome = {0.1: 1, 0.2: 137}
+    assert train("model.learning_rate=0.1,0.2", "hydra/sweeper=optuna", "hydra/sweeper/sampler=grid") == 1
+    told = capsys.readouterr()
+    assert "exit code 137" in told.out and "Traceback" not in told.err
+
+
+def test_misspelt_metric_ends_the_sweep_at_the_first_job_and_says_what_there_is(started: Started, capsys: Any) -> None:
+    assert train("model.learning_rate=0.1,0.2,0.3", "metric=val_los") == 1
+    assert started.rates == [0.1]
+    assert "logged no metric=val_los. Did you mean val_loss?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+def test_signal_that_stops_a_job_stops_the_sweep(started: Started, sig: signal.Signals, capsys: Any) -> None:
+    started.outcome = {0.2: 128 + sig}
+    assert train("model.learning_rate=0.1,0.2,0.3") == 128 + sig
+    assert started.rates == [0.1, 0.2]
+    assert "job 1: stopped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["model.learning_rate=0.1,-1"], "learning_rate=-1"),
+        (["layout=dp2,dp3"], "global_batch_size=64 does not divide by the data-parallel size 3"),
+        (["model.learning_rat=0.1,0.2"], "Did you mean model.learning_rate?"),
+        (["model=digits_mlp,digits_mpl"], "Did you mean digits_mlp?"),
+        (["model.learning_rate=interval(0.1,0.2)"], "add hydra/sweeper=optuna"),
+        (["seed=1,2", "run_dir=here"], "hydra.sweep.dir=FOLDER"),
+        (["seed=1,2", "resume=auto"], "begins anew"),
+        (["output_dir=a,b"], "Give output_dir one value"),
+        (["recipe=digits_mlp,stdlib_gpt"], "a sweep has one recipe"),
+        (["seed=1,2", "hydra/launcher=joblib"], "of Hydra's own settings a sweep has"),
+        (["seed=1,2", "hydra/sweeper=optima"], "optima"),
+        (["seed=1,2", "hydra.sweeper.trials=3"], "trials"),
+        (["seed=1,2", "--print-config"], "--print-config shows one run"),
+        (["seed=1,2", "metric=5"], "metric=5 is not text"),
+    ],
+)  # fmt: skip
+def test_mistake_is_told_in_one_line_before_the_first_job(
+    started: Started, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    recipe = [] if "layout" in arguments[0] else ["layout=single"]
+    assert main(["train", "-m", "recipe=digits_mlp", "logger=none", *recipe, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert started.jobs == [] and list(tmp_path.iterdir()) == []
+
+
+def test_folder_of_an_earlier_sweep_is_not_written_over(started: Started, capsys: Any) -> None:
+    assert train("seed=1,2", "hydra.sweep.dir=here") == 0
+    assert train("seed=3,4", "hydra.sweep.dir=here") == 2
+    assert "Name another" in capsys.readouterr().err
+    assert len(started.jobs) == 2
+
+
+def test_sweep_under_torchrun_is_refused(started: Started, monkeypatch: Any, capsys: Any) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert train("seed=1,2") == 2
+    assert "without torchrun" in capsys.readouterr().err
+    assert started.jobs == []
+
+
+def test_several_values_without_the_option_say_how_to_sweep(capsys: Any) -> None:
+    assert main(["train", *DIGITS, "seed=1,2"]) == 2
+    assert "for a run of each value add -m" in capsys.readouterr().err
+
+
+MODEL = """
+import json, os, sys
+from pathlib import Path
+from lightning_3d.models.digits import DigitsMLP
+
+class Noting(DigitsMLP):
+    def __init__(self, note: str = "", **settings):
+        super().__init__(**settings)
+        self.note = note
+
+    def on_train_start(self):
+        if self.note == "fails" and self.trainer.global_rank == 1:
+            raise ValueError("not today")
+        weight = sum(parameter.double().sum().item() for parameter in self.parameters())
+        seen = {"note": self.note, "weight": weight, "argv": sys.argv[1:]}
+        with open(os.path.join(self.trainer.default_root_dir, f"seen-{self.trainer.global_rank}.json"), "w") as file:
+            json.dump(seen, file)
+"""
+
+
+@pytest.mark.distributed
+def test_two_ranks_per_job_have_one_config_one_folder_and_one_wandb_run_and_never_sweep(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODEL)
+    done = _sweep(
+        tmp_path,
+        "model.note=fails,'a=b c'",
+        "layout=dp2",
+        "trainer.max_steps=4",
+        "trainer.val_check_interval=2",
+        "callbacks.checkpoint.dirpath='${run_dir}/my checkpoints'",
+        "callbacks.checkpoint.every_n_train_steps=2",
+        "hydra.sweep.dir=sweep",
+    )
+    assert done.returncode == 1, done.stderr
+    assert "rank 1 of 2 raised ValueError: not today" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["mine.py", "sweep"]
+    assert sorted(path.parent.name for path in (tmp_path / "sweep").glob("*/config.yaml")) == ["0", "1"]
+    folders = [tmp_path / "sweep" / number for number in "01"]
+    for folder in folders:
+        assert len(list((folder / "wandb").glob("offline-run-*/*.wandb"))) == 1
+    assert len({(folder / "wandb_run_id").read_text() for folder in folders}) == 2
+    ranks = [json.loads((folders[1] / f"seen-{rank}.json").read_text()) for rank in range(2)]
+    assert ranks[0] == ranks[1] and ranks[0]["note"] == "a=b c"
+    assert ranks[0]["argv"] == [str(folders[1] / "config.yaml")]
+    assert any((folders[1] / "my checkpoints").iterdir())
+    assert run_folder.read_result(folders[1])["metrics"]["val_loss"] > 0
+    assert "job 0: exit code 1" in done.stdout
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_ctrl_c_ends_the_sweep_and_every_rank(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*_COMMAND, "recipe=digits_mlp", "layout=dp2", "seed=1,2", "trainer.max_steps=-1", "logger=none", *_QUIET,
+         "callbacks.checkpoint.every_n_train_steps=5"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("runs/*/0/checkpoints/*.ckpt")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT, output
+    assert "job 0: stopped" in output and "job 1" not in output
+    assert not [pid for pid in Path("/proc").iterdir() if pid.name.isdigit() and _is_in(pid, tmp_path)]
+
+
+_COMMAND = [sys.executable, "-m", "lightning_3d", "train", "-m"]
+_QUIET = ["trainer.enable_progress_bar=false", "trainer.enable_model_summary=false"]
+
+
+def _sweep(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [*_COMMAND, "recipe=digits_mlp", "model._target_=mine.Noting", *_QUIET, *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+
+
+def _is_in(process: Path, folder: Path) -> bool:
+    try:
+        return os.readlink(process / "cwd") == str(folder)
+    except OSError:
+        return False
