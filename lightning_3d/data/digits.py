@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import lightning as L
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
-from lightning_3d.data.batch import check_count, check_fraction, data_parallel_size, per_rank_batch_size
+from lightning_3d.data.global_batch import GlobalBatchDataModule
 from lightning_3d.errors import DataError
 
 _BRIGHTEST = 16
 
 
-class DigitsDataModule(L.LightningDataModule):
+class DigitsDataModule(GlobalBatchDataModule):
     """Pairs (pixels (64,) in [0, 1], torch's default dtype; label, int64); a fixed share is held out by `seed`.
 
     Test and predict read the held-out images too.
@@ -36,16 +35,13 @@ class DigitsDataModule(L.LightningDataModule):
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        super().__init__()
-        check_count("global_batch_size", global_batch_size)
-        check_fraction("validation_fraction", validation_fraction)
-        check_count("num_workers", num_workers, least=0)
-        check_count("seed", seed, least=0)
-        self.global_batch_size = global_batch_size
-        self.validation_fraction = validation_fraction
-        self.num_workers = num_workers
-        self.shuffle = shuffle
-        self.seed = seed
+        super().__init__(
+            global_batch_size=global_batch_size,
+            validation_fraction=validation_fraction,
+            num_workers=num_workers,
+            shuffle=shuffle,
+            seed=seed,
+        )
         self.train_set: Dataset[tuple[Tensor, ...]] | None = None
         self.validation_set: Dataset[tuple[Tensor, ...]] | None = None
 
@@ -62,35 +58,17 @@ class DigitsDataModule(L.LightningDataModule):
         self.train_set = TensorDataset(pixels[kept], labels[kept])
         self.validation_set = TensorDataset(pixels[held_out], labels[held_out])
 
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        # The last images of an epoch are left out when they do not fill a batch: every step then weighs as much.
-        return self._loader(self.train_set, shuffle=self.shuffle, drop_last=True)
+    def train_samples(self) -> Dataset[tuple[Tensor, ...]]:
+        return _loaded(self.train_set)
 
-    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        return self._loader(self.validation_set)
+    def held_out_samples(self) -> Dataset[tuple[Tensor, ...]]:
+        return _loaded(self.validation_set)
 
-    def test_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        return self.val_dataloader()
 
-    def predict_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        return self.val_dataloader()
-
-    def _loader(
-        self, images: Dataset[tuple[Tensor, ...]] | None, *, shuffle: bool = False, drop_last: bool = False
-    ) -> DataLoader[tuple[Tensor, ...]]:
-        if images is None:
-            raise DataError("The digits are not loaded yet: call setup(), or let the Trainer do it.")
-        return DataLoader(
-            images,
-            batch_size=per_rank_batch_size(
-                global_batch_size=self.global_batch_size, data_parallel_size=data_parallel_size(self.trainer)
-            ),
-            shuffle=shuffle,
-            drop_last=drop_last,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            generator=torch.Generator().manual_seed(self.seed) if shuffle else None,
-        )
+def _loaded(images: Dataset[tuple[Tensor, ...]] | None) -> Dataset[tuple[Tensor, ...]]:
+    if images is None:
+        raise DataError("The digits are not loaded yet: call setup(), or let the Trainer do it.")
+    return images
 
 
 def _load_digits() -> tuple[Tensor, Tensor]:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import lightning as L
 import numpy as np
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from tokenizers import Tokenizer
-from torch import Tensor
-from torch.utils.data import DataLoader
 
-from lightning_3d.data.batch import check_count, check_fraction, data_parallel_size, per_rank_batch_size
+from lightning_3d.data.batch import check_count
+from lightning_3d.data.global_batch import GlobalBatchDataModule
 from lightning_3d.data.packing import PackedRows, unigram_loss
 from lightning_3d.data.text_cache import TokenCache, default_cache_folder, ensure_entry, entry_folder, open_entry
 from lightning_3d.data.text_files import TextFile, choose_up_to, find_text_files, split_held_out
@@ -21,7 +18,7 @@ from lightning_3d.data.tokenizer import SMALLEST_VOCABULARY, load_tokenizer
 from lightning_3d.errors import DataError
 
 
-class TextDataModule(L.LightningDataModule):
+class TextDataModule(GlobalBatchDataModule):
     """Packed rows {"tokens": (sequence_length + 1,) int64} of text files; test and predict read the held-out rows too.
 
     `prepare_data` trains the tokenizer and encodes the files, once for all ranks and runs; `setup` maps the tokens.
@@ -53,24 +50,21 @@ class TextDataModule(L.LightningDataModule):
         seed: int = 0,
         cache_dir: str | Path | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(
+            global_batch_size=global_batch_size,
+            validation_fraction=validation_fraction,
+            num_workers=num_workers,
+            shuffle=shuffle,
+            seed=seed,
+        )
         if max_bytes is not None:
             check_count("max_bytes", max_bytes)
         check_count("vocab_size", vocab_size, least=SMALLEST_VOCABULARY)
         check_count("sequence_length", sequence_length)
-        check_count("global_batch_size", global_batch_size)
-        check_fraction("validation_fraction", validation_fraction)
-        check_count("num_workers", num_workers, least=0)
-        check_count("seed", seed, least=0)
         self.files = files
         self.max_bytes = max_bytes
         self.requested_vocab_size = vocab_size
         self.sequence_length = sequence_length
-        self.global_batch_size = global_batch_size
-        self.validation_fraction = validation_fraction
-        self.num_workers = num_workers
-        self.shuffle = shuffle
-        self.seed = seed
         self.cache_folder = default_cache_folder() if cache_dir is None else Path(cache_dir).expanduser()
         self._split: tuple[list[TextFile], list[TextFile]] | None = None
         self._cache: TokenCache | None = None
@@ -111,7 +105,7 @@ class TextDataModule(L.LightningDataModule):
         train_counts = np.bincount(self._tokens().train, minlength=self.vocab_size)
         return unigram_loss(train_counts, self._rows("validation").target_counts(self.vocab_size))
 
-    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+    def train_samples(self) -> PackedRows:
         rows = self._rows("train")
         if len(rows) < self.global_batch_size:
             raise DataError(
@@ -119,32 +113,10 @@ class TextDataModule(L.LightningDataModule):
                 f"global_batch_size={self.global_batch_size}. Set global_batch_size={len(rows)} or less, a smaller "
                 "sequence_length, or give more text."
             )
-        # The last rows of an epoch are left out when they do not fill a batch: every step then weighs as much.
-        return self._loader(rows, shuffle=self.shuffle, drop_last=True)
+        return rows
 
-    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return self._loader(self._rows("validation"))
-
-    def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return self.val_dataloader()
-
-    def predict_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return self.val_dataloader()
-
-    def _loader(
-        self, rows: PackedRows, *, shuffle: bool = False, drop_last: bool = False
-    ) -> DataLoader[dict[str, Tensor]]:
-        return DataLoader(
-            rows,
-            batch_size=per_rank_batch_size(
-                global_batch_size=self.global_batch_size, data_parallel_size=data_parallel_size(self.trainer)
-            ),
-            shuffle=shuffle,
-            drop_last=drop_last,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            generator=torch.Generator().manual_seed(self.seed) if shuffle else None,
-        )
+    def held_out_samples(self) -> PackedRows:
+        return self._rows("validation")
 
     def _rows(self, part: str) -> PackedRows:
         cache = self._tokens()
