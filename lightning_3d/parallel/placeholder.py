@@ -113,7 +113,7 @@ class Shadow:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's output for these arguments, as placeholders."""
-        key = _signature((args, kwargs))
+        key = _call_key((args, kwargs))
         if key not in self._known:
             self._known[key] = self._run(args, kwargs)
         return tree_map_only(torch.Tensor, self._placeholder, self._known[key])
@@ -174,7 +174,8 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter)
 
 
-def _signature(value: Any) -> Any:
+def _call_key(value: Any) -> Any:
+    """Equal for calls whose results have equal shapes and dtypes."""
     leaves, spec = tree_flatten(value)
     described = tuple(
         (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else _describe(leaf)
