@@ -74,7 +74,7 @@ def trainer_for(
         "log_every_n_steps": 1,
     }
     devices = parsed.world_size if parsed else 1
-    return L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **{**defaults, **kwargs})
+    return L.Trainer(accelerator="cpu", devices=devices, **{"strategy": strategy, **defaults, **kwargs})
 
 
 def run(layout: str | None, function: Callable[..., Any], *args: Any, timeout_seconds: float = 120) -> list[Any]:

@@ -12,10 +12,12 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """Python's, NumPy's and torch's generators, with those of this process's CUDA device."""
+    """Python's, NumPy's and torch's generators, with those of this process's CUDA device: tensors and plain values."""
+    name, keys, *rest = np.random.get_state()
     state: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        # An array would need NumPy's classes to be read back.
+        "numpy": (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
@@ -26,7 +28,8 @@ def random_state() -> dict[str, Any]:
 def set_random_state(state: dict[str, Any]) -> None:
     """Continue where `random_state` was taken."""
     random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.asarray(keys), *rest))
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -1,39 +1,41 @@
-"""Checkpoint folders: written by all ranks beside their place, committed by one rename, loaded in any layout.
+"""Checkpoint folders: written by all ranks, there whole or not at all, loaded in any layout.
 
 NAME/                    what `is_committed` accepts
-.metadata, *.distcp  tensors and options by name (torch.distributed.checkpoint)
-extra.pt             all that is equal on every rank: loops, callbacks, schedulers, hyper-parameters
-rank_00000.pt ...    what belongs to one rank: random states
-checkpoint.json      step, epoch and layout, for people and for `newest`
+    .metadata, *.distcp  tensors and options by name (torch.distributed.checkpoint)
+    extra.pt             all that is equal on every rank: loops, callbacks, schedulers, hyper-parameters
+    rank_00000.pt ...    what belongs to one rank: random states
+    checkpoint.json      step, epoch and layout, for people and for `newest`
 .NAME.saving/            a save under way, or one that was killed; never picked
-.NAME.replaced/          the former NAME between the two renames that replace it
+.NAME.unfinished/        one that was killed, set aside by a later start
+.NAME.removed/           a removal under way
+.NAME.replaced/          the former NAME between two renames, where the file system cannot swap two names
+
+Below a URL, the files of NAME/ are one folder deeper (see `places`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import os
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from lightning_3d.checkpoint import unpickling
+from lightning_3d.checkpoint.places import METADATA, SUMMARY, Folder, Place, delete, place, sibling
+from lightning_3d.checkpoint.together import together
+from lightning_3d.checkpoint.writing import EXTRA, Contents, packed, rank_file, write
 from lightning_3d.errors import CheckpointError
 
-SUMMARY, EXTRA, METADATA = "checkpoint.json", "extra.pt", ".metadata"
+__all__ = ["EXTRA", "METADATA", "SUMMARY"]
+
+AnyPlace = str | os.PathLike[str] | Place
 
 
 def save(
-    path: Path,
+    path: AnyPlace,
     state: dict[str, Any],
     *,
     extra: dict[str, Any],
@@ -52,113 +54,87 @@ def save(
     Raises:
         CheckpointError: on every rank, if any rank could not write; nothing under `path` has changed then.
     """
-    rank = _rank()
-    partial = _sibling(path, "saving")
-
-    def clear() -> None:
-        if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-
-    def write() -> None:
-        # Copies of one tensor come from the lowest rank, so that buffers belong to one another.
-        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-        dcp.save(state, checkpoint_id=partial, planner=planner)
-
-    def write_rest() -> None:
-        _write(partial / f"rank_{rank:05d}.pt", lambda file: torch.save(rank_state, file))
-        if rank == 0:
-            _write(partial / EXTRA, lambda file: torch.save(extra, file))
-            _write(partial / SUMMARY, lambda file: file.write(json.dumps(summary, indent=1).encode()))
-
-    def commit() -> None:
-        if rank == 0:
-            _sync_folder(partial)
-            _replace(path, partial)
-
-    for step in (clear, write, write_rest, commit):
-        _together(step, f"saving checkpoint {path}")
+    where = _place(path)
+    contents = together(
+        lambda: Contents(state, extra=packed(extra), rank_state=packed(rank_state), summary=summary),
+        f"saving checkpoint {where}",
+    )
+    write(where, contents)
 
 
-def _replace(path: Path, partial: Path) -> None:
-    replaced = _sibling(path, "replaced")
-    if path.exists() or path.is_symlink():
-        _remove(replaced)
-        os.rename(path, replaced)
-    try:
-        os.rename(partial, path)
-    except OSError:
-        if replaced.exists() or replaced.is_symlink():
-            os.rename(replaced, path)
-        raise
-    _sync_folder(path.parent)
-    # The new checkpoint is there; what stays of the old one is removed by the next save under this name.
-    with contextlib.suppress(OSError):
-        _remove(replaced)
-
-
-def load_tensors(path: Path, state: dict[str, Any]) -> None:
+def load_tensors(path: AnyPlace, state: dict[str, Any], *, weights_only: bool = True) -> None:
     """Fill `state` in place from a checkpoint, each rank reading what its tensors need; collective.
 
     Args:
         path: a committed checkpoint.
         state: keys of the checkpoint, with tensors of the saved shapes; other values are replaced.
+        weights_only: of values that are no tensors, only plain ones.
     """
-    _together(lambda: dcp.load(state, checkpoint_id=path), f"loading checkpoint {path}")
+    where = _place(path)
+    planner = unpickling.PlainValuesPlanner(weights_only=weights_only)
+    together(lambda: dcp.load(state, storage_reader=_reader(where), planner=planner), f"loading checkpoint {where}")
 
 
-def saved_tensors(path: Path) -> dict[str, TensorStorageMetadata | Any]:
+def saved_tensors(path: AnyPlace) -> dict[str, TensorStorageMetadata | Any]:
     """Names in a checkpoint, with size and dtype where the value is a tensor."""
-    return dict(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+    return dict(_reader(_place(path)).read_metadata().state_dict_metadata)
 
 
-def load_extra(path: Path, *, weights_only: bool = False) -> dict[str, Any]:
-    """What `save` was given as `extra`."""
-    return torch.load(path / EXTRA, map_location="cpu", weights_only=weights_only)
+def load_extra(path: AnyPlace, *, weights_only: bool = True) -> dict[str, Any]:
+    """What `save` was given as `extra`.
+
+    Raises:
+        CheckpointError: there is more in it than `weights_only` allows.
+    """
+    where = _place(path)
+    with where.open(EXTRA) as file:
+        return unpickling.load(file, name=f"{where}/{EXTRA}", weights_only=weights_only)
 
 
-def load_rank_state(path: Path, *, rank: int) -> dict[str, Any] | None:
+def load_rank_state(path: AnyPlace, *, rank: int, weights_only: bool = True) -> dict[str, Any] | None:
     """What rank `rank` gave `save`, or None if no such rank saved."""
-    file = path / f"rank_{rank:05d}.pt"
-    return torch.load(file, map_location="cpu", weights_only=False) if file.exists() else None
+    where = _place(path)
+    try:
+        with where.open(rank_file(rank)) as file:
+            return unpickling.load(file, name=f"{where}/{rank_file(rank)}", weights_only=weights_only)
+    except FileNotFoundError:
+        return None
 
 
-def summary(path: Path) -> dict[str, Any]:
+def summary(path: AnyPlace) -> dict[str, Any]:
     """Step, epoch and layout of a committed checkpoint."""
-    return json.loads((path / SUMMARY).read_text())
+    return _place(path).summary()
 
 
-def is_committed(path: Path) -> bool:
-    """Whether `path` is a whole checkpoint folder of ours."""
-    return path.is_dir() and not path.name.startswith(".") and all((path / f).exists() for f in (METADATA, SUMMARY))
+def is_committed(path: AnyPlace) -> bool:
+    """Whether `path` is a whole checkpoint of ours."""
+    return _place(path).is_whole()
 
 
-def require_committed(path: Path) -> None:
+def require_committed(path: AnyPlace) -> None:
     """
     Raises:
         CheckpointError: nothing whole is at `path`; says what is there.
     """
-    if is_committed(path):
+    where = _place(path)
+    if where.is_whole():
         return
-    if path.is_file():
-        raise CheckpointError(f"{path} is one file; this strategy resumes from the folders that it saves itself.")
-    what = "is a folder but holds no whole checkpoint" if path.is_dir() else "does not exist"
-    others = [str(p) for p in committed(path.parent)] if path.parent.is_dir() else []
-    raise CheckpointError(f"{path} {what}. Whole checkpoints beside it: {', '.join(others) or 'none'}.")
+    if isinstance(where, Folder) and where.path.is_file():
+        raise CheckpointError(f"{where} is one file; this strategy resumes from the folders that it saves itself.")
+    exists = isinstance(where, Folder) and where.path.is_dir()
+    what = "is a folder but holds no whole checkpoint" if exists else "does not exist"
+    if isinstance(where, Folder):
+        put_back(where.path.parent)
+    raise CheckpointError(f"{where} {what}. Whole checkpoints beside it: {', '.join(where.beside()) or 'none'}.")
 
 
 def committed(folder: Path) -> list[Path]:
     """Whole checkpoints in a folder, by step and then by time; puts back what a killed replacement had moved aside."""
     if not folder.is_dir():
         return []
-    for replaced in folder.glob(".*.replaced"):
-        path = folder / replaced.name.removeprefix(".").removesuffix(".replaced")
-        # Another rank may be doing the same.
-        if not path.exists() and not path.is_symlink():
-            with contextlib.suppress(OSError):
-                os.rename(replaced, path)
+    put_back(folder)
     found = [path for path in folder.iterdir() if is_committed(path)]
-    return sorted(found, key=lambda path: (summary(path)["global_step"], (path / SUMMARY).stat().st_mtime))
+    return sorted(found, key=_age)
 
 
 def newest(folder: Path) -> Path | None:
@@ -167,71 +143,70 @@ def newest(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def remove(path: Path) -> None:
-    """Delete a checkpoint; by one rank. A kill in between leaves nothing that looks whole."""
-    removed = _sibling(path, "removed")
-    _remove(removed)
-    if path.is_symlink() or not path.is_dir():
-        _remove(path)
+def put_back(folder: Path) -> None:
+    """Give checkpoints their names again that a kill between two renames had left without; by any number of ranks."""
+    if not folder.is_dir():
         return
-    os.rename(path, removed)
-    _remove(removed)
+    for replaced in folder.glob(".*.replaced"):
+        path = folder / replaced.name.removeprefix(".").removesuffix(".replaced")
+        if not path.exists() and not path.is_symlink():
+            with contextlib.suppress(OSError):
+                os.rename(replaced, path)
 
 
-def _sibling(path: Path, kind: str) -> Path:
-    return path.parent / f".{path.name}.{kind}"
+def set_aside_leftovers(folder: Path) -> list[Path]:
+    """Clean up after killed saves and removals; by one rank, while nobody saves into the folder.
+
+    Returns:
+        Saves that were never finished, under the names at which they now lie, for the user to be told once. Those
+        that an earlier start had set aside are deleted, so that a job that is often killed does not fill its disk.
+    """
+    put_back(folder)
+    if not folder.is_dir():
+        return []
+    for kind in ("removed", "replaced"):
+        for path in folder.glob(f".*.{kind}"):
+            delete(path)
+    drafts = sorted(folder.glob(".*.saving"))
+    if drafts:
+        for path in folder.glob(".*.unfinished"):
+            delete(path)
+    found = []
+    for draft in drafts:
+        name = draft.name.removeprefix(".").removesuffix(".saving")
+        # What a swap has left is the former checkpoint: the new one is in its place.
+        if (draft / SUMMARY).exists() and is_committed(folder / name) and _age(draft) <= _age(folder / name):
+            delete(draft)
+            continue
+        aside = sibling(folder / name, "unfinished")
+        os.rename(draft, aside)
+        found.append(aside)
+    return found
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    elif path.exists() or path.is_symlink():
-        path.unlink()
+def remove(path: AnyPlace) -> None:
+    """Delete a checkpoint; by one rank. A kill in between leaves nothing that looks whole."""
+    _place(path).remove()
 
 
-def _write(path: Path, write: Callable[[Any], Any]) -> None:
-    with open(path, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
+def _place(path: AnyPlace) -> Place:
+    return place(path) if isinstance(path, str | os.PathLike) else path
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems know no sync of folders.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
+def _reader(where: Place) -> Any:
+    reader: Any = where.reader()
+
+    def read_metadata(*args: Any, **kwargs: Any) -> Metadata:
+        # torch would unpickle whatever the file names.
+        with where.open(METADATA) as file:
+            metadata = unpickling.load_metadata(file, name=f"{where}/{METADATA}")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = reader.load_id
+        return metadata
+
+    reader.read_metadata = read_metadata
+    return reader
 
 
-def _together(action: Callable[[], Any], what: str) -> None:
-    """Run `action` on every rank; if one fails, all raise the same error, and none goes on alone."""
-    failure: tuple[int, str] | None = None
-    try:
-        action()
-    except CheckpointException as error:
-        # torch tells every rank of the ranks that failed.
-        origin = min(error.failures)
-        failure = origin, _told(error.failures[origin][0])
-    except Exception as error:
-        failure = _rank(), _told(error)
-    failures: list[tuple[int, str] | None] = [failure]
-    if dist.is_initialized():
-        failures = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, failure)
-    told = [failure for failure in failures if failure is not None]
-    if told:
-        rank, text = min(told)
-        raise CheckpointError(f"{what} failed on rank {rank}: {text}")
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".strip()
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+def _age(path: Path) -> tuple[int, float]:
+    return Folder(path).summary()["global_step"], (path / SUMMARY).stat().st_mtime

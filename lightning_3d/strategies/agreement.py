@@ -8,25 +8,9 @@ from types import MethodType
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 from lightning_3d.parallel.local import WholeScalars
-
-_BEST = (
-    "best_k_models", "kth_best_model_path", "kth_value", "best_model_path", "best_model_score", "current_score",
-    "last_model_path",
-)  # fmt: skip
-
-
-def agree_on_best(callbacks: Iterable[Checkpoint], *, broadcast: Callable[[Any], Any], device: torch.device) -> None:
-    """Rank 0's list of best checkpoints on every rank: each knows of the files that are there; collective."""
-    for callback in callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            own = {name: getattr(callback, name) for name in _BEST}
-            agreed = broadcast(move_data_to_device(own, torch.device("cpu")))
-            vars(callback).update(move_data_to_device(agreed, device))
 
 
 def agree_on_plateaus(configs: Iterable[LRSchedulerConfig], *, reduce: Callable[[Any], Any]) -> None:

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from lightning_3d.errors import ConfigError
+import lightning as L
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_3d.checkpoint import store
+from lightning_3d.checkpoint.background import BackgroundWriter
+from lightning_3d.checkpoint.places import place
+from lightning_3d.checkpoint.random_state import set_random_state
+from lightning_3d.checkpoint.together import together
+from lightning_3d.checkpoint.writing import write
+from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.layout import Layout
 from lightning_3d.parallel.share import Share
-from lightning_3d.strategies import resume
-from lightning_3d.strategies.agreement import agree_on_best
+from lightning_3d.strategies import resume, saving
+from lightning_3d.strategies.averaging import leave_averages_to_strategy, refuse_whole_averages
 from lightning_3d.strategies.mesh_strategy import MeshStrategy
+from lightning_3d.strategies.selection import Selection, agree_on_best, pick_last_of_committed, tell_leftovers
+from lightning_3d.strategies.weights import load_weights_
 
 
 class CheckpointingStrategy(MeshStrategy):
@@ -20,10 +34,26 @@ class CheckpointingStrategy(MeshStrategy):
 
     Args:
         layout, process_group_backend, timeout_seconds: as in `MeshStrategy`.
+        async_checkpoint: go on training while a copy is written.
+        storage_options: for fsspec, where checkpoints are below a URL.
     """
 
-    def __init__(self, layout: Layout, *, process_group_backend: str | None, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        process_group_backend: str | None,
+        timeout_seconds: float,
+        async_checkpoint: bool,
+        storage_options: dict[str, Any] | None,
+    ) -> None:
         super().__init__(layout, process_group_backend=process_group_backend, timeout_seconds=timeout_seconds)
+        self._async_checkpoint = async_checkpoint
+        self._storage_options = storage_options
+        self._background = BackgroundWriter(timeout=self._timeout)
+        self._selection = Selection()
+        # Checkpoints that callbacks want removed, once the one under way is whole.
+        self._removals: list[Any] = []
         self._share: Share | None = None
         self._pending_random_state: dict[str, Any] | None = None
 
@@ -46,32 +76,140 @@ class CheckpointingStrategy(MeshStrategy):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         return resume.optimizer_state(self, optimizer)
 
+    # ------------------------------------------------------------------ saving
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if storage_options is not None:
-            raise ConfigError("save_checkpoint(storage_options=...) has no use here: ranks write a folder themselves.")
         assert self.lightning_module is not None
+        path = self.broadcast(os.fspath(filepath))
+        where = place(path, storage_options=storage_options or self.options_for(path))
+        # At most one is under way; and a failed one is not overtaken in silence.
+        self._settle(self._background.wait)
         callbacks = self.lightning_module.trainer.checkpoint_callbacks
         agree_on_best(callbacks, broadcast=self.broadcast, device=self.root_device)
-        resume.save(self, checkpoint, Path(self.broadcast(os.fspath(filepath))))
+        self._selection.propose(callbacks)
+        with self._keeping_selection():
+            contents = together(lambda: saving.contents(self, checkpoint), f"saving checkpoint {where}")
+            if self._async_checkpoint:
+                self._background.start(where, contents)
+            else:
+                write(where, contents)
+                self._selection.commit()
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self._background.busy:
+            # It may be the only whole one until the one under way is.
+            self._removals.append(filepath)
+        else:
+            self._remove(filepath)
+
+    def _remove(self, filepath: Any) -> None:
+        if not self.is_global_zero:
+            return
+        try:
+            store.remove(place(filepath, storage_options=self.options_for(filepath)))
+        except OSError as error:
+            # Training can go on, and other ranks know nothing of this.
+            rank_zero_warn(f"the checkpoint {filepath} could not be removed and stays: {error}.")
+
+    def _settle(self, ask: Callable[[], bool]) -> None:
+        """Ask for the checkpoint under way; where it is found whole, do what had to wait for it."""
+        with self._keeping_selection():
+            finished = ask()
+        if finished:
+            self._selection.commit()
+            removals, self._removals = self._removals, []
+            for filepath in removals:
+                self._remove(filepath)
+            self.barrier()
+
+    @contextmanager
+    def _keeping_selection(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            self._selection.restore()
+            self._removals.clear()
+            raise
+
+    def options_for(self, path: Any) -> dict[str, Any] | None:
+        """The storage options, where a path is a URL."""
+        return self._storage_options if "://" in os.fspath(path) else None
+
+    # ------------------------------------------------------------------ in the course of a run
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        launcher: Any = self._launcher
+        launch = launcher.launch
+
+        @wraps(launch)
+        def launch_checked(function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+            if trainer is not None:
+                self._check_callbacks(trainer)
+            return launch(function, *args, trainer=trainer, **kwargs)
+
+        launcher.launch = launch_checked
+
+    def _check_callbacks(self, trainer: L.Trainer) -> None:
+        refuse_whole_averages(trainer)
+        pick_last_of_committed(trainer, storage_options=self._storage_options)
+        for callback in trainer.checkpoint_callbacks:
+            if self._async_checkpoint and getattr(callback, "save_last", None) == "link":
+                raise ConfigError(
+                    "ModelCheckpoint(save_last='link') links to what async_checkpoint=True has not written yet. "
+                    "Set save_last=True, or async_checkpoint=False."
+                )
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.lightning_module is not None
+        leave_averages_to_strategy(self.lightning_module.trainer)
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        callbacks = self.lightning_module.trainer.checkpoint_callbacks
+        self._selection.propose(callbacks)
+        self._selection.commit()
+        if self.is_global_zero:
+            for folder in {getattr(callback, "dirpath", None) for callback in callbacks}:
+                if folder is not None and "://" not in os.fspath(folder):
+                    tell_leftovers(Path(folder))
+        self.barrier()
+
+    def _before_step(self) -> None:
+        self._settle(self._background.poll)
+        # At the first step: making loaders and iterators draws numbers that the saved run had drawn long before.
+        if self._pending_random_state is not None:
+            set_random_state(self._pending_random_state)
+            self._pending_random_state = None
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._settle(self._background.wait)
+
+    def teardown(self) -> None:
+        # After an exception or a signal too: what was begun is finished.
+        failing = sys.exc_info()[0] is not None
+        try:
+            self._settle(self._background.close)
+        except CheckpointError as error:
+            if not failing:
+                raise
+            rank_zero_warn(str(error))
+        super().teardown()
+
+    # ------------------------------------------------------------------ loading
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = resume.load(self, Path(self.broadcast(os.fspath(checkpoint_path))), weights_only=weights_only)
+        checkpoint = resume.load(self, self.broadcast(os.fspath(checkpoint_path)), weights_only=weights_only)
         self._pending_random_state = checkpoint.pop("random_state", None)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        resume.load_model(self.lightning_module, checkpoint["state_dict"], strict=strict)
+        source = f"the checkpoint {self.lightning_module.trainer.ckpt_path}"
+        load_weights_(self, checkpoint["state_dict"], strict=strict, source=source)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         resume.load_optimizers(self, checkpoint["optimizer_states"])
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
-            resume.remove(Path(filepath))
-
-    def _continue_random_state(self) -> None:
-        # At the first step: making loaders and iterators draws numbers that the saved run had drawn long before.
-        if self._pending_random_state is not None:
-            resume.set_random_state(self._pending_random_state)
-            self._pending_random_state = None

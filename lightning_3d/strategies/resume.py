@@ -12,74 +12,67 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_3d.checkpoint import optimizer_state as flat_state
 from lightning_3d.checkpoint import store
-from lightning_3d.checkpoint.random_state import random_state, set_random_state
+from lightning_3d.checkpoint.places import place
+from lightning_3d.checkpoint.together import together
 from lightning_3d.errors import CheckpointError
+from lightning_3d.strategies import plain_files
+from lightning_3d.strategies.weights import load_weights_, parameter_names
 
 if TYPE_CHECKING:
     from lightning_3d.strategies.checkpointing import CheckpointingStrategy
 
-__all__ = ["load", "load_model", "load_optimizers", "optimizer_state", "remove", "save", "set_random_state"]
-
-FORMAT = 1
+__all__ = ["load", "load_initial_weights_", "load_optimizers", "optimizer_state"]
 
 
 def optimizer_state(strategy: CheckpointingStrategy, optimizer: Any) -> dict[str, Any]:
     """State of one optimizer by parameter name."""
     strategy.share.reshard()
     inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-    return flat_state.flatten(inner, names=_names(strategy))
+    return flat_state.flatten(inner, names=parameter_names(strategy))
 
 
-def save(strategy: CheckpointingStrategy, checkpoint: dict[str, Any], path: Path) -> None:
-    """Write Lightning's checkpoint as a folder; collective."""
-    strategy.share.reshard()
-    state = {f"model.{key}": value for key, value in checkpoint.pop("state_dict").items()}
-    # Once more by their order, for groups that hold no parameter on a rank that loads them.
-    checkpoint["optimizer_groups"] = [flat_state.options(optimizer) for optimizer in strategy.optimizers]
-    for index, flat in enumerate(checkpoint.pop("optimizer_states", [])):
-        state.update({f"optimizer.{index}.{key}": value for key, value in flat.items()})
-    store.save(
-        path,
-        state,
-        extra=checkpoint,
-        rank_state=random_state(),
-        summary={
-            "format": FORMAT,
-            "global_step": checkpoint.get("global_step", 0),
-            "epoch": checkpoint.get("epoch", 0),
-            "layout": strategy.layout.name,
-            "world_size": strategy.layout.world_size,
-        },
-    )
-
-
-def load(strategy: CheckpointingStrategy, path: Path, *, weights_only: bool | None) -> dict[str, Any]:
+def load(strategy: CheckpointingStrategy, path: str, *, weights_only: bool | None) -> dict[str, Any]:
     """Read a folder back into Lightning's checkpoint dictionary; collective.
+
+    Args:
+        path: of a folder or file, or a URL.
+        weights_only: tensors and plain values only; the default, as in Lightning.
 
     What fits the model is loaded into its own tensors. Entries that do not fit are loaded whole, so that a module's
     `on_load_checkpoint` may rename or reshape them.
     """
     assert strategy.lightning_module is not None
-    store.require_committed(path)
+    if "://" not in path and plain_files.is_plain(Path(path)):
+        return plain_files.load(strategy, Path(path), weights_only=weights_only)
+    restricted = weights_only is not False
+    where = place(path, storage_options=strategy.options_for(path))
+    store.require_committed(where)
     strategy.share.reshard()
-    saved = store.saved_tensors(path)
+    saved = store.saved_tensors(where)
+    fitting = strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING
+    if fitting and strategy.optimizers and not _below(saved, "optimizer."):
+        raise CheckpointError(
+            f"{where} holds weights only (save_weights_only=True), no optimizer state to go on with. To start from "
+            f"its weights, leave out ckpt_path and set ThreeDStrategy(initial_weights={str(where)!r})."
+        )
     model = _model_room(strategy.lightning_module, _below(saved, "model."), elsewhere=strategy.share.elsewhere)
     optimizers = []
-    if strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+    if fitting:
         for index, optimizer in enumerate(strategy.optimizers):
             below = _below(saved, f"optimizer.{index}.")
             if below:
-                optimizers.append(flat_state.template(optimizer, names=_names(strategy), saved=below))
+                optimizers.append(flat_state.template(optimizer, names=parameter_names(strategy), saved=below))
     state = {f"model.{key}": value for key, value in model.items()}
     for index, flat in enumerate(optimizers):
         state.update({f"optimizer.{index}.{key}": value for key, value in flat.items()})
-    store.load_tensors(path, state)
+    copies = _room_for_copies(strategy.lightning_module, _below(saved, "copies.")) if fitting else {}
+    state.update({f"copies.{key}": value for key, value in copies.items()})
+    store.load_tensors(where, state, weights_only=restricted)
 
-    checkpoint = store.load_extra(path, weights_only=bool(weights_only))
+    checkpoint = together(lambda: store.load_extra(where, weights_only=restricted), f"loading checkpoint {where}")
     checkpoint["state_dict"] = {key: state[f"model.{key}"] for key in model}
     if optimizers:
         checkpoint["optimizer_states"] = [
@@ -87,24 +80,28 @@ def load(strategy: CheckpointingStrategy, path: Path, *, weights_only: bool | No
         ]
         for optimizer, groups in zip(strategy.optimizers, checkpoint.get("optimizer_groups", []), strict=False):
             flat_state.restore_empty_groups_(optimizer, groups)
+    for key in copies:
+        entry, _, name = key.partition(".")
+        checkpoint.setdefault(entry, {})[name] = state[f"copies.{key}"]
     # Streams of random numbers continue in the same layout; another has other streams.
-    if store.summary(path)["layout"] == strategy.layout.name:
-        checkpoint["random_state"] = store.load_rank_state(path, rank=dist.get_rank())
+    if store.summary(where)["layout"] == strategy.layout.name:
+        checkpoint["random_state"] = store.load_rank_state(where, rank=dist.get_rank(), weights_only=restricted)
     return checkpoint
 
 
-def load_model(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool) -> None:
-    """Give a module its state, sharding what came whole.
-
-    Raises:
-        CheckpointError: missing, unexpected or misshapen entries, all of them.
-    """
-    targets = module.state_dict()
-    placed = {key: _place(value, targets.get(key)) for key, value in state_dict.items()}
-    try:
-        module.load_state_dict(placed, strict=strict)
-    except RuntimeError as error:
-        raise CheckpointError(f"the checkpoint does not fit {type(module).__name__}: {error}") from error
+def load_initial_weights_(strategy: CheckpointingStrategy, path: Path) -> None:
+    """Give a module that was just laid out the weights of a checkpoint folder, or of what `plain_files` reads."""
+    if plain_files.is_plain(path):
+        plain_files.load_initial_weights_(strategy, path)
+        return
+    module = strategy.lightning_module
+    assert module is not None
+    store.require_committed(path)
+    model = _model_room(module, _below(store.saved_tensors(path), "model."), elsewhere=strategy.share.elsewhere)
+    state: dict[str, Any] = {f"model.{key}": value for key, value in model.items()}
+    store.load_tensors(path, state)
+    state = _below(state, "model.")
+    load_weights_(strategy, state, strict=module.strict_loading, source=str(path))
 
 
 def load_optimizers(strategy: CheckpointingStrategy, states: list[dict[str, Any]]) -> None:
@@ -117,18 +114,7 @@ def load_optimizers(strategy: CheckpointingStrategy, states: list[dict[str, Any]
             f"the checkpoint has {len(states)} optimizers, configure_optimizers() gave {len(strategy.optimizers)}."
         )
     for optimizer, flat in zip(strategy.optimizers, states, strict=True):
-        flat_state.restore_(optimizer, flat, names=_names(strategy))
-
-
-def remove(path: Path) -> None:
-    """Delete a checkpoint; by one rank."""
-    store.remove(path)
-
-
-def _names(strategy: CheckpointingStrategy) -> dict[torch.Tensor, str]:
-    assert strategy.lightning_module is not None
-    aliases = strategy.share.aliases
-    return {parameter: aliases.get(name, name) for name, parameter in strategy.lightning_module.named_parameters()}
+        flat_state.restore_(optimizer, flat, names=parameter_names(strategy))
 
 
 def _below(saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -150,8 +136,8 @@ def _model_room(module: nn.Module, saved: Mapping[str, Any], *, elsewhere: Colle
     return room
 
 
-def _place(value: Any, target: Any) -> Any:
-    came_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-    if not (came_whole and isinstance(target, DTensor) and value.shape == target.shape):
-        return value
-    return distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
+def _room_for_copies(module: nn.Module, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """For this rank's parts of further states of the module: ENTRY.NAME."""
+    own = module.state_dict()
+    names = {key: key.partition(".")[2] for key in saved}
+    return {key: torch.zeros_like(own[name], requires_grad=False) for key, name in names.items() if name in own}

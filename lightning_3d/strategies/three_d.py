@@ -23,6 +23,7 @@ from lightning_3d.parallel.mesh import data_parallel_group
 from lightning_3d.parallel.share import Share
 from lightning_3d.parallel.staged import StagedModule
 from lightning_3d.strategies.agreement import agree_on_plateaus, show_whole_scalars
+from lightning_3d.strategies.averaging import average_shards
 from lightning_3d.strategies.checkpointing import CheckpointingStrategy
 from lightning_3d.strategies.logs import share_metrics
 from lightning_3d.strategies.optimizers import optimizers_of_a_part, step_by_kind
@@ -43,6 +44,8 @@ class ThreeDStrategy(CheckpointingStrategy):
         loss_parallel: under tensor parallelism, keep logits split over the vocabulary: `F.cross_entropy` then runs on
             the parts, and anything else gathers them.
         sequence_parallel: under tensor parallelism, blocks work on parts of the sequence where no layer is split.
+        async_checkpoint: go on training while a copy of each checkpoint is written.
+        storage_options: for fsspec, where checkpoints are below a URL (s3://..., memory://...).
 
     Raises:
         LayoutError: when the Trainer is built, before any process starts.
@@ -61,8 +64,14 @@ class ThreeDStrategy(CheckpointingStrategy):
         timeout_seconds: float = 1800,
         loss_parallel: bool = False,
         sequence_parallel: bool = False,
+        async_checkpoint: bool = False,
+        storage_options: dict[str, Any] | None = None,
     ) -> None:
-        for name, value in (("loss_parallel", loss_parallel), ("sequence_parallel", sequence_parallel)):
+        for name, value in (
+            ("loss_parallel", loss_parallel),
+            ("sequence_parallel", sequence_parallel),
+            ("async_checkpoint", async_checkpoint),
+        ):
             if not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r} must be True or False. Set {name}=False to leave it out.")
         layout = Layout(
@@ -74,7 +83,13 @@ class ThreeDStrategy(CheckpointingStrategy):
             schedule=schedule,
             num_microbatches=num_microbatches,
         )
-        super().__init__(layout, process_group_backend=process_group_backend, timeout_seconds=timeout_seconds)
+        super().__init__(
+            layout,
+            process_group_backend=process_group_backend,
+            timeout_seconds=timeout_seconds,
+            async_checkpoint=async_checkpoint,
+            storage_options=storage_options,
+        )
         self._loss_parallel = loss_parallel
         self._sequence_parallel = sequence_parallel
         self._recording = Recording()
@@ -126,6 +141,7 @@ class ThreeDStrategy(CheckpointingStrategy):
         self.setup_precision_plugin()
         if fitting:
             self._separate_random_streams()
+            average_shards(trainer, self.share)
 
     def _compose(self, module: L.LightningModule) -> Share:
         _refuse_composed(module, self)
@@ -202,7 +218,7 @@ class ThreeDStrategy(CheckpointingStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        self._continue_random_state()
+        self._before_step()
         if self._pipelined is not None:
             return self._train_pipelined(self._pipelined, args)
         with self.precision_plugin.train_step_context(), self._equal_draws("train"):

@@ -1,0 +1,117 @@
+"""Lightning's checkpoint callbacks point to whole checkpoints only, and to the same on all ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_3d.checkpoint import store
+from lightning_3d.checkpoint.places import place
+
+_BEST = (
+    "best_k_models", "kth_best_model_path", "kth_value", "best_model_path", "best_model_score", "current_score",
+    "last_model_path",
+)  # fmt: skip
+
+
+class Selection:
+    """What the ModelCheckpoints of a Trainer know of: it goes back to what was committed where a save fails.
+
+    They note a checkpoint before it is saved, since the note is part of what is saved.
+    """
+
+    def __init__(self) -> None:
+        self._committed: list[tuple[ModelCheckpoint, dict[str, Any]]] = []
+        self._proposed: list[tuple[ModelCheckpoint, dict[str, Any]]] = []
+
+    def propose(self, callbacks: Iterable[Checkpoint]) -> None:
+        """What they know of now, of which the newest is being saved."""
+        self._proposed = [
+            (callback, _noted(callback)) for callback in callbacks if isinstance(callback, ModelCheckpoint)
+        ]
+
+    def commit(self) -> None:
+        """The newest is saved."""
+        self._committed = self._proposed
+
+    def restore(self) -> None:
+        """The newest could not be saved."""
+        for callback, noted in self._committed:
+            vars(callback).update(noted, best_k_models=dict(noted["best_k_models"]))
+
+
+def _noted(callback: ModelCheckpoint) -> dict[str, Any]:
+    # With the step: one that was not saved may be saved once more.
+    noted = {name: getattr(callback, name) for name in (*_BEST, "_last_global_step_saved")}
+    return {**noted, "best_k_models": dict(noted["best_k_models"])}
+
+
+def tell_leftovers(folder: Path) -> None:
+    """Set aside what killed saves have left in a folder, and warn of it once; by one rank."""
+    try:
+        found = store.set_aside_leftovers(folder)
+    except OSError as error:
+        rank_zero_warn(f"what killed saves have left in {folder} could not be set aside: {error}.")
+        return
+    if found:
+        rank_zero_warn(
+            f"{len(found)} saves were never finished and are set aside: {', '.join(map(str, found))}. "
+            "They are never loaded; the next start that finds others deletes them."
+        )
+
+
+def agree_on_best(callbacks: Iterable[Checkpoint], *, broadcast: Callable[[Any], Any], device: torch.device) -> None:
+    """Rank 0's list of best checkpoints on every rank: each knows of the files that are there; collective."""
+    for callback in callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            own = {name: getattr(callback, name) for name in _BEST}
+            agreed = broadcast(move_data_to_device(own, torch.device("cpu")))
+            vars(callback).update(move_data_to_device(agreed, device))
+
+
+def pick_last_of_committed(trainer: L.Trainer, *, storage_options: dict[str, Any] | None) -> None:
+    """Let ckpt_path="last" mean the latest whole checkpoint, wherever the callbacks save.
+
+    Lightning takes the name with the latest time: of a save that was killed too, and of local folders only.
+    """
+    connector: Any = trainer._checkpoint_connector
+    if hasattr(connector._parse_ckpt_path, "__wrapped__"):
+        return
+    parse = connector._parse_ckpt_path
+
+    @wraps(parse)
+    def parse_committed(state_fn: TrainerFn, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
+        found = _last(trainer, storage_options) if ckpt_path == "last" else None
+        return parse(state_fn, ckpt_path, *args, **kwargs) if found is None else found
+
+    connector._parse_ckpt_path = parse_committed
+
+
+def _last(trainer: L.Trainer, storage_options: dict[str, Any] | None) -> str | None:
+    found: dict[str, float] = {}
+    for callback in trainer.checkpoint_callbacks:
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        folder = os.fspath(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+        if "://" not in folder:
+            store.put_back(Path(folder))
+        pattern = re.compile(rf"{re.escape(callback.CHECKPOINT_NAME_LAST)}(-.*)?{re.escape(callback.FILE_EXTENSION)}")
+        options = storage_options if "://" in folder else None
+        for path in place(os.path.join(folder, "any"), storage_options=options).beside():
+            if pattern.fullmatch(os.path.basename(path)):
+                found[path] = place(path, storage_options=options).summary().get("time", 0.0)
+    for other in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(other, OnExceptionCheckpoint) and store.is_committed(other.ckpt_path):
+            found[other.ckpt_path] = store.summary(other.ckpt_path).get("time", 0.0)
+    return max(found, key=lambda path: found[path], default=None)

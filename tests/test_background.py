@@ -1,0 +1,223 @@
+"""async_checkpoint=True: training goes on while a copy is written, and nothing is lost by that."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from modules import Rows, TinyGPT
+from test_failing_writes import Small
+from torch.utils.data import DataLoader
+from training import ordered, run, trainer_for, whole_weights
+
+from lightning_3d import Layout, ThreeDStrategy
+from lightning_3d.checkpoint import store, writing
+from lightning_3d.errors import CheckpointError, ConfigError
+
+pytestmark = pytest.mark.distributed
+
+
+class Held:
+    """Writes wait until `release` is set; in this process."""
+
+    def __init__(self) -> None:
+        self.release, self.writing, self.at_once, self.most = threading.Event(), threading.Event(), 0, 0
+        real = writing.dcp.save
+
+        def save(*args: Any, **kwargs: Any) -> Any:
+            self.at_once += 1
+            self.most = max(self.most, self.at_once)
+            self.writing.set()
+            assert self.release.wait(30)
+            try:
+                return real(*args, **kwargs)
+            finally:
+                self.at_once -= 1
+
+        writing.dcp.save = save  # type: ignore[assignment]
+
+
+class Watch(L.Callback):
+    """What is there at the end of each step."""
+
+    def __init__(self, folder: Path, held: Held | None = None, release_at: int = 0) -> None:
+        self.folder, self.held, self.release_at = folder, held, release_at
+        self.there: dict[int, list[str]] = {}
+        self.weights: dict[int, dict[str, torch.Tensor]] = {}
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        self.there[trainer.global_step] = sorted(path.name for path in store.committed(self.folder))
+        self.weights[trainer.global_step] = whole_weights(module)
+        if self.held and trainer.global_step == self.release_at:
+            self.held.release.set()
+
+
+def trainer_with(layout: str, *callbacks: L.Callback, steps: int, **strategy: Any) -> L.Trainer:
+    settings = {**Layout.parse(layout).as_dict(), "async_checkpoint": True, "timeout_seconds": 60, **strategy}
+    return trainer_for(
+        layout,
+        max_steps=steps,
+        max_epochs=50,
+        callbacks=list(callbacks),
+        enable_checkpointing=True,
+        strategy=ThreeDStrategy(**settings),
+    )
+
+
+def saver(folder: Path, every: int, top_k: int = -1, **kwargs: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every, save_top_k=top_k, **kwargs)
+
+
+def steps_go_on(layout: str, folder: Path) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    held, module = Held(), TinyGPT(lazy=True)
+    watch = Watch(folder, held, release_at=5)
+    callback = saver(folder, 2)
+    trainer = trainer_with(layout, watch, callback, steps=5)
+
+    class Once(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            callback._every_n_train_steps = 2 if trainer.global_step < 3 else 100
+
+    trainer.callbacks.insert(0, Once())  # type: ignore[attr-defined]
+    trainer.fit(module, ordered(Rows(), replicas=Layout.parse(layout).data))
+    expected = watch.weights[2]
+    state = {f"model.{name}": torch.zeros_like(value) for name, value in expected.items()}
+    store.load_tensors(folder / "step=2.ckpt", state)
+    same = all(torch.equal(state[f"model.{name}"], value) for name, value in expected.items())
+    return {"there": watch.there, "same": same, "end": [path.name for path in store.committed(folder)]}
+
+
+@pytest.mark.parametrize("layout", ["single", "zero3x2", "tp2-pp2"])
+def test_steps_go_on_while_a_copy_is_written_and_do_not_change_it(tmp_path: Path, layout: str) -> None:
+    for got in run(layout, steps_go_on, tmp_path):
+        # Steps 3 to 5 were made while the checkpoint of step 2 was under way; fit waited for it.
+        assert got["there"][3] == got["there"][5] == [] and got["end"] == ["step=2.ckpt"]
+        assert got["same"]
+
+
+def small_fit(trainer: L.Trainer, module: Small | None = None, samples: int = 64) -> None:
+    trainer.fit(module or Small(), DataLoader(torch.randn(samples, 4), batch_size=4))
+
+
+def saves_follow_each_other(layout: str, folder: Path) -> Any:
+    held = Held()
+    held.release.set()
+    callback = saver(folder, 1, top_k=1)
+    seen: list[int] = []
+
+    class Look(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            seen.append(len(store.committed(folder)))
+
+    trainer = trainer_with(layout, callback, Look(), steps=6)
+    small_fit(trainer)
+    return held.most, seen, [path.name for path in store.committed(folder)], callback.best_model_path
+
+
+def test_one_save_at_a_time_and_the_former_is_removed_after_the_next_is_whole(tmp_path: Path) -> None:
+    for most, seen, end, best in run("zero3x2", saves_follow_each_other, tmp_path):
+        assert most == 1 and end == ["step=6.ckpt"] and best.endswith("step=6.ckpt")
+        # From the first on there always is one; never more than the former and the new one.
+        assert set(seen[2:]) <= {1, 2}
+
+
+def fails_in_background(layout: str, folder: Path, broken_rank: int) -> Any:
+    callback = saver(folder, 2, top_k=1, save_last=False)
+    real = writing.dcp.save
+    calls: list[int] = []
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2 and int(os.environ["RANK"]) == broken_rank:
+            raise OSError(28, "No space left on device")
+        return real(*args, **kwargs)
+
+    # Not dcp itself, so that its own agreement does not help.
+    writing.dcp.save = save  # type: ignore[assignment]
+    trainer = trainer_with(layout, callback, steps=50)
+    begin = time.monotonic()
+    try:
+        small_fit(trainer, samples=400)
+    except CheckpointError as error:
+        found = str(error), trainer.global_step, callback.best_model_path, [p.name for p in store.committed(folder)]
+        return *found, time.monotonic() - begin
+    return "no error"
+
+
+def test_an_error_in_the_background_stops_all_ranks_and_leaves_the_former_checkpoint_selected(tmp_path: Path) -> None:
+    # One rank: where a rank of several skips torch's own talk, the others wait in it.
+    for message, step, best, there, seconds in run("single", fails_in_background, tmp_path, 0):
+        assert "No space left" in message and "step=4.ckpt" in message and "rank 0" in message
+        assert 4 <= step <= 6 and seconds < 30
+        assert best.endswith("step=2.ckpt") and there == ["step=2.ckpt"]
+
+
+def fails_on_one_rank(layout: str, folder: Path) -> Any:
+    callback = saver(folder, 2, top_k=1)
+    real = writing.rank_file
+    calls: list[int] = []
+
+    def rank_file(rank: int) -> str:
+        calls.append(rank)
+        if len(calls) == 2 and rank == 1:
+            raise OSError(28, "No space left on device")
+        return real(rank)
+
+    writing.rank_file = rank_file
+    trainer = trainer_with(layout, callback, steps=50)
+    try:
+        small_fit(trainer, samples=400)
+    except CheckpointError as error:
+        return str(error), trainer.global_step, callback.best_model_path, [p.name for p in store.committed(folder)]
+    return "no error"
+
+
+@pytest.mark.parametrize("layout", ["zero3x2", "tp2-pp2"])
+def test_an_error_of_one_rank_in_the_background_comes_at_the_same_step_everywhere(tmp_path: Path, layout: str) -> None:
+    ranks = run(layout, fails_on_one_rank, tmp_path)
+    assert len(set(map(str, ranks))) == 1
+    message, step, best, there = ranks[0]
+    assert "failed on rank 1: OSError: [Errno 28] No space left" in message and "step=4.ckpt" in message
+    assert 4 <= step <= 6 and best.endswith("step=2.ckpt") and there == ["step=2.ckpt"]
+
+
+def stopped_by_signal(layout: str, folder: Path) -> Any:
+    held = Held()
+
+    class Stop(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 3 and trainer.is_global_zero:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def on_exception(self, *_: Any) -> None:
+            threading.Timer(0.5, held.release.set).start()
+
+    trainer = trainer_with(layout, saver(folder, 2), Stop(), steps=50)
+    try:
+        small_fit(trainer, samples=400)
+    except BaseException as error:
+        return type(error).__name__, held.writing.is_set(), [path.name for path in store.committed(folder)]
+    return "no exception"
+
+
+def test_a_signal_waits_for_what_is_under_way(tmp_path: Path) -> None:
+    for error, writing_began, there in run("single", stopped_by_signal, tmp_path):
+        assert error in ("SIGTERMException", "SystemExit") and writing_began
+        assert there == ["step=2.ckpt"]
+
+
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="async_checkpoint='yes' must be True or False"):
+        ThreeDStrategy(async_checkpoint="yes")  # type: ignore[arg-type]
+    trainer = trainer_with("single", saver(tmp_path, 2, save_last="link"), steps=1)
+    with pytest.raises(ConfigError, match="save_last='link'.*save_last=True"):
+        small_fit(trainer)
