@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -22,12 +23,14 @@ from lightning_3d.parallel.init import Recording, record_initialization, record_
 from lightning_3d.parallel.mesh import data_parallel_group
 from lightning_3d.parallel.share import Share
 from lightning_3d.parallel.staged import StagedModule
+from lightning_3d.strategies import resume
 from lightning_3d.strategies.agreement import agree_on_plateaus, show_whole_scalars
 from lightning_3d.strategies.averaging import average_shards
 from lightning_3d.strategies.checkpointing import CheckpointingStrategy
 from lightning_3d.strategies.logs import share_metrics
 from lightning_3d.strategies.optimizers import optimizers_of_a_part, step_by_kind
 from lightning_3d.strategies.pipelined_step import Context, PipelinedStep, warn_of_coupled_samples
+from lightning_3d.strategies.plain_files import check_initial_weights
 from lightning_3d.strategies.predictions import gather_predictions
 from lightning_3d.strategies.sampling import shard_dataloader
 from lightning_3d.strategies.scaler import agree_on_overflow
@@ -46,9 +49,12 @@ class ThreeDStrategy(CheckpointingStrategy):
         sequence_parallel: under tensor parallelism, blocks work on parts of the sequence where no layer is split.
         async_checkpoint: go on training while a copy of each checkpoint is written.
         storage_options: for fsspec, where checkpoints are below a URL (s3://..., memory://...).
+        initial_weights: what the model starts from, unless a run is resumed: a Hugging Face folder, a .safetensors,
+            state_dict or plain Lightning .ckpt file, or a checkpoint folder. Each rank reads its part.
 
     Raises:
         LayoutError: when the Trainer is built, before any process starts.
+        ConfigError: likewise, a setting of the wrong type, or nothing at `initial_weights`.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class ThreeDStrategy(CheckpointingStrategy):
         sequence_parallel: bool = False,
         async_checkpoint: bool = False,
         storage_options: dict[str, Any] | None = None,
+        initial_weights: str | Path | None = None,
     ) -> None:
         for name, value in (
             ("loss_parallel", loss_parallel),
@@ -92,6 +99,7 @@ class ThreeDStrategy(CheckpointingStrategy):
         )
         self._loss_parallel = loss_parallel
         self._sequence_parallel = sequence_parallel
+        self._initial_weights = check_initial_weights(initial_weights)
         self._recording = Recording()
         self._shards_data = False
         self._pipelined: PipelinedStep | None = None
@@ -128,6 +136,8 @@ class ThreeDStrategy(CheckpointingStrategy):
         self.accelerator.setup(trainer)
         if self._share is None or self._share.module is not self.lightning_module:
             self._share = self._compose(self.lightning_module)
+            if self._initial_weights is not None and trainer.ckpt_path is None:
+                resume.load_initial_weights_(self, self._initial_weights)
         self.model = self.lightning_module
         self._reset_optimizers_and_schedulers()
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -248,6 +258,14 @@ class ThreeDStrategy(CheckpointingStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         return self._evaluate(self.lightning_module.predict_step, self.precision_plugin.predict_step_context, args)
+
+    def evaluate(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(*args)` as a validation step would run: without gradients, and on every rank the whole result.
+
+        For callbacks; all ranks must call it. Under a pipeline the function calls the model once, and its first
+        argument is a batch, which is cut into micro-batches.
+        """
+        return self._evaluate(function, self.precision_plugin.forward_context, args)
 
     def _evaluate(self, function: Callable[..., Any], context: Context, args: tuple[Any, ...]) -> Any:
         with _no_grad():
