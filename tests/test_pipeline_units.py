@@ -20,7 +20,6 @@ from training import Recorder, ordered, run, trainer_for, whole_weights
 
 from lightning_3d.errors import DataError, LaunchError, ModelError
 from lightning_3d.parallel.microbatch import batch_size, merge_outputs, split_batch
-from lightning_3d.parallel.placeholder import Absent, Placeholder, Shadow, is_placeholder
 from lightning_3d.parallel.trunk import cost, cut, find_trunk
 
 # ---------------------------------------------------------------------- the trunk
@@ -102,66 +101,6 @@ def test_lookup_costs_a_tenth_of_a_product_of_its_size() -> None:
     assert cost(nn.Embedding(100, 10)) == pytest.approx(101)
     assert cost(nn.Linear(100, 10, bias=False)) == pytest.approx(1001)
     assert cost(nn.ReLU()) == 1
-
-
-# ---------------------------------------------------------------------- stand-ins
-
-
-def test_shadow_tells_the_shape_without_a_value() -> None:
-    calls: list[str] = []
-    module = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16))
-    module[0].register_forward_hook(lambda *_: calls.append("hook"))
-    shadow = Shadow(module, device=torch.device("cpu"))
-    output = shadow((torch.randn(5, 6),), {})
-    assert isinstance(output, Placeholder) and output.shape == (5, 16)
-    assert calls == []
-    assert is_placeholder({"nested": [output * 2 + torch.ones(16)]})
-    assert not is_placeholder(torch.zeros_like(output))
-    assert not is_placeholder(output.new_ones(3))
-
-
-@pytest.mark.parametrize("read", [bool, float, int, torch.Tensor.item, torch.Tensor.tolist])
-def test_value_of_a_placeholder_cannot_be_read(read: Any) -> None:
-    with pytest.raises(ModelError, match="reads the value of a tensor .* another pipeline rank"):
-        read(torch.zeros(()).as_subclass(Placeholder))
-
-
-def absent_head() -> Any:
-    head = nn.Linear(3, 4, dtype=torch.bfloat16)
-    return Absent(Shadow(head, device=torch.device("cpu")), name="model.head", on_call=lambda *_: None)
-
-
-def test_facts_of_an_absent_weight_are_known() -> None:
-    weight, hidden = absent_head().weight, torch.ones(2, 3)
-    assert (weight.shape, weight.dtype, weight.device) == ((4, 3), torch.bfloat16, torch.device("cpu"))
-    assert (weight.size(0), weight.ndim, weight.numel(), weight.requires_grad) == (4, 2, 12, True)
-    assert repr(weight) == "AbsentWeight(model.head.weight, shape=(4, 3), dtype=torch.bfloat16)"
-    with torch._C.DisableTorchFunctionSubclass():
-        assert weight.untyped_storage().nbytes() == 2, "one number, however large the weight"
-    for cast in (hidden.to(weight.dtype), hidden.to(weight), hidden.type_as(weight), weight.new_ones(2, 3)):
-        assert type(cast) is torch.Tensor and torch.equal(cast, hidden.bfloat16())
-    assert isinstance(hidden.as_subclass(Placeholder).to(weight), Placeholder)
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        torch.sum, float, torch.Tensor.detach, torch.Tensor.float, lambda weight: torch.ones(2, 3) @ weight.T,
-        lambda weight: torch.cat([torch.ones(1, 3), weight]), lambda weight: weight.requires_grad_(False),
-        lambda weight: torch.ones(3).as_subclass(Placeholder) + weight,
-    ],
-)  # fmt: skip
-def test_values_of_an_absent_weight_are_refused_by_name(use: Any) -> None:
-    with pytest.raises(ModelError, match=r"model\.head\.weight is read where another pipeline rank has model\.head"):
-        use(absent_head().weight)
-
-
-def test_settings_of_an_absent_module_are_there() -> None:
-    absent = absent_head()
-    assert absent.out_features == 4
-    with pytest.raises(AttributeError):
-        _ = absent.no_such_thing
-    assert list(absent.parameters()) == []
 
 
 # ---------------------------------------------------------------------- micro-batches
@@ -263,6 +202,10 @@ class Chain(L.LightningModule):
                 hidden = hidden + first
         if kind == "an early part after":
             hidden = self.early(hidden)
+        if kind == "a part of a block":
+            hidden = self.blocks[0].mlp(hidden)
+        if kind == "a weight of a block":
+            hidden = hidden + self.blocks[0].mlp[0].weight.sum()
         if kind == "a weight elsewhere":
             hidden = hidden + self.embed.weight.norm()
         if kind == "an intermediate result logged":
@@ -308,6 +251,8 @@ REFUSED = {
     "an early part after": "early is registered before the blocks, .* but the step uses it after them",
     "a later part before": "norm is registered after the blocks, .* but the step uses it before them",
     "a weight elsewhere": "embed.weight is read where another pipeline rank has embed",
+    "a weight of a block": "blocks.0.mlp.0.weight is read where another pipeline rank has blocks.0.mlp.0",
+    "a part of a block": "blocks.0.mlp, a part of a block, is called by itself",
     "a value is read": "reads the value of a tensor",
     "a long skip": "blocks.3 is given a value that is known on another pipeline rank only",
     "an intermediate result in the loss": "training_step returned what was computed from an intermediate result",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_any, tree_flatten, tree_map_only
 
 from lightning_3d.errors import ModelError
+
+# Told of a module's call: its name and its arguments.
+OnCall = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
 
 # These take a tensor's shape, dtype and device, and not its values.
 _SHAPE_ONLY = {
@@ -115,13 +120,23 @@ class Shadow:
         """The module's output for these arguments, as placeholders."""
         key = _call_key((args, kwargs))
         if key not in self._known:
-            self._known[key] = self._run(args, kwargs)
+            self._known[key] = self._run(self.module, args, kwargs)
         return tree_map_only(torch.Tensor, self._placeholder, self._known[key])
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a method of the module, or of a part of it, returns: tensors as placeholders."""
+        return tree_map_only(torch.Tensor, self._placeholder, self._run(method, args, kwargs))
+
+    def part(self, module: nn.Module) -> Shadow:
+        """The shadow of a submodule of `self.module`."""
+        shadow = copy.copy(self)
+        shadow.module, shadow._known = module, {}
+        return shadow
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._mode, torch.no_grad():
             fakes = tree_map_only(torch.Tensor, self._fake, (args, kwargs))
-            return self.module(*fakes[0], **fakes[1])
+            return function(*fakes[0], **fakes[1])
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -131,21 +146,21 @@ class Shadow:
 
 
 class Absent(nn.Module):
-    """In the place of a submodule that another rank has.
+    """In the place of a submodule that another rank has; its parts are absent too.
 
     Args:
-        module: whose place it takes.
+        shadow: of the module whose place it takes.
         name: of it, for messages.
         on_call: told of each call with its arguments; may raise.
+        on_part: the same for calls of its parts.
     """
 
-    def __init__(
-        self, shadow: Shadow, *, name: str, on_call: Callable[[str, tuple[Any, ...], dict[str, Any]], None]
-    ) -> None:
+    def __init__(self, shadow: Shadow, *, name: str, on_call: OnCall, on_part: OnCall | None = None) -> None:
         super().__init__()
         self.__dict__["_shadow"] = shadow
         self.__dict__["_name"] = name
         self.__dict__["_on_call"] = on_call
+        self.__dict__["_on_part"] = on_part or on_call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._on_call(self._name, args, kwargs)
@@ -155,8 +170,30 @@ class Absent(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            value = getattr(self.__dict__["_shadow"].module, name)
-        return AbsentWeight.of(value, owner=self._name, name=name) if isinstance(value, torch.Tensor) else value
+            return self._stand_in(getattr(self.__dict__["_shadow"].module, name), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._stand_in(self._shadow.module[key], str(key))
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._stand_in(value, str(index)) for index, value in enumerate(self._shadow.module))
+
+    def __len__(self) -> int:
+        return len(self._shadow.module)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def _stand_in(self, value: Any, name: str) -> Any:
+        """What the step may have of an attribute: never a tensor of the shadow's, which is no one's."""
+        if isinstance(value, torch.Tensor):
+            return AbsentWeight.of(value, owner=self._name, name=name)
+        if isinstance(value, nn.Module):
+            part = self._shadow.part(value)
+            return Absent(part, name=f"{self._name}.{name}", on_call=self._on_part, on_part=self._on_part)
+        if inspect.ismethod(value) and isinstance(value.__self__, nn.Module):
+            return partial(self._shadow.call, value)
+        return value
 
 
 # One for all placeholders of a kind: whatever in-place operations leave there, the values mean nothing.

@@ -140,6 +140,7 @@ class SplitModule:
             shadow,
             name=self.cursor.names[index],
             on_call=lambda _, args, kwargs: self.cursor.skip(index, args, kwargs),
+            on_part=_refuse_part,
         )
 
     def _stand_in_edges(self, device: torch.device) -> dict[str, Absent]:
@@ -172,6 +173,13 @@ class SplitModule:
     def _replace(self, name: str, part: nn.Module) -> None:
         parent, _, child = name.rpartition(".")
         self.module.get_submodule(parent)._modules[child] = part
+
+
+def _refuse_part(name: str, *_: object) -> None:
+    raise ModelError(
+        f"{name}, a part of a block, is called by itself, but another pipeline rank has that block. Call blocks as a "
+        "whole and in order, or set pipeline_parallel_size=1."
+    )
 
 
 def _stage_of(trunk: Trunk, stages: list[Stage]) -> dict[str, int]:
