@@ -3,14 +3,17 @@
 torch calls `install` at the end of its own import (entry point group ``torch.backends``). So this file stands outside
 the package, needs the standard library only, costs microseconds and never raises: it must not get in the way of a
 program that imports torch and has no use for us. When ``lightning.pytorch.strategies`` is imported later, the names are
-put into its registry, each with a factory that imports lightning_3d only when the name is used.
+put into its registry, each with a factory that imports lightning_3d only when the name is used. Likewise what opens a
+checkpoint outside of our strategy (`load_from_checkpoint`, a stock Trainer) learns that ours are folders.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -33,19 +36,38 @@ def install() -> None:
     with contextlib.suppress(Exception):
         if not any(isinstance(finder, _RegistryFinder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _RegistryFinder())
-        for name in _REGISTRARS:
+        for name, (attribute, extend) in _AT_IMPORT.items():
             module = sys.modules.get(name)
-            # A module that is still being imported has no registry yet; the hook may have come too late for it.
-            if module is not None and hasattr(module, "StrategyRegistry"):
-                _register(module)
+            # A module that is still being imported lacks it; the hook may have come too late for it.
+            if module is not None and hasattr(module, attribute):
+                extend(module)
 
 
-def _register(module: ModuleType) -> None:
+def _register(module: ModuleType, build_factory: Callable[[str], Callable[..., Any]]) -> None:
     registry: Any = module.StrategyRegistry
-    build_factory = _REGISTRARS[module.__name__]
     for name, description in STRATEGIES.items():
         if name not in registry:
             registry.register(name, build_factory(name), description=description)
+
+
+def _open_folders(module: Any, *, optimizer: bool) -> None:
+    """Lightning opens a checkpoint as one file, whatever it is; there is no hook but the function that does."""
+    load_file = module.pl_load
+    if getattr(load_file, "opens_folders", False):
+        return
+
+    def pl_load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        is_path = isinstance(path_or_url, str | os.PathLike)
+        if not (is_path and os.path.isfile(os.path.join(path_or_url, "checkpoint.json"))):
+            return load_file(path_or_url, map_location=map_location, weights_only=weights_only)
+        from lightning_3d.checkpoint.plain import read_plain
+
+        return read_plain(
+            path_or_url, optimizer=optimizer, map_location=map_location, weights_only=weights_only is not False
+        )
+
+    pl_load.opens_folders = True  # type: ignore[attr-defined]
+    module.pl_load = pl_load
 
 
 def _lazy_factory(name: str) -> Callable[..., Any]:
@@ -71,19 +93,22 @@ def _refusing_factory(name: str) -> Callable[..., Any]:
     return refuse
 
 
-_REGISTRARS: dict[str, Callable[[str], Callable[..., Any]]] = {
-    "lightning.pytorch.strategies": _lazy_factory,
-    "pytorch_lightning.strategies": _refusing_factory,
+# Modules that are extended once they are imported, each by what it must have for that.
+_AT_IMPORT: dict[str, tuple[str, Callable[[ModuleType], None]]] = {
+    "lightning.pytorch.strategies": ("StrategyRegistry", partial(_register, build_factory=_lazy_factory)),
+    "pytorch_lightning.strategies": ("StrategyRegistry", partial(_register, build_factory=_refusing_factory)),
+    "lightning.pytorch.core.saving": ("pl_load", partial(_open_folders, optimizer=False)),
+    "lightning.fabric.plugins.io.torch_io": ("pl_load", partial(_open_folders, optimizer=True)),
 }
 
 
 class _RegistryFinder(MetaPathFinder):
-    """Finds nothing itself: it has the module found as ever, and runs `_register` after it is executed."""
+    """Finds nothing itself: it has the module found as ever, and extends it after it is executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in _REGISTRARS:
+        if fullname not in _AT_IMPORT:
             return None
         others = (finder for finder in sys.meta_path if not isinstance(finder, _RegistryFinder))
         spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
@@ -106,4 +131,4 @@ class _RegisteringLoader(Loader):
         module.__loader__ = self._loader
         self._loader.exec_module(module)
         with contextlib.suppress(Exception):
-            _register(module)
+            _AT_IMPORT[module.__name__][1](module)

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from functools import partial
 
 import pytest
 
@@ -101,7 +102,8 @@ def fake_lightning(tmp_path, monkeypatch):
     """Writes a module with a registry, for which the hook waits."""
     monkeypatch.syspath_prepend(str(tmp_path))
     name = "a_module_with_a_registry"
-    monkeypatch.setitem(lightning_3d_autoload._REGISTRARS, name, lambda name: name.upper)
+    extend = partial(lightning_3d_autoload._register, build_factory=lambda name: name.upper)
+    monkeypatch.setitem(lightning_3d_autoload._AT_IMPORT, name, ("StrategyRegistry", extend))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
 
     def write(body: str) -> str:

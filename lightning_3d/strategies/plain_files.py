@@ -96,7 +96,12 @@ def names_by_group(strategy: CheckpointingStrategy, optimizer: Optimizer) -> lis
     ranks: list[Any] = [None] * group.size()
     dist.all_gather_object(ranks, mine, group=group)
     place = {name: index for index, name in enumerate(strategy.share.parameter_names)}
-    ordered = all(part == sorted(part, key=place.__getitem__) for rank in ranks for part in rank)
+    # A stage that holds a tied parameter under its second name has it out of order; the first holder tells its place.
+    second = {names[p] for name, p in strategy.lightning_module.named_parameters() if name in strategy.share.aliases}
+    firsts = [[name for name in part if name not in second] for part in mine]
+    orders: list[Any] = [None] * group.size()
+    dist.all_gather_object(orders, [part == sorted(part, key=place.__getitem__) for part in firsts], group=group)
+    ordered = all(one for rank in orders for one in rank)
     if not ordered or len({len(rank) for rank in ranks}) != 1:
         return None
     return [
@@ -113,7 +118,7 @@ def _by_name(
     if groups is None or [len(names) for names in groups] != [len(part) for part in numbers]:
         theirs, ours = [len(part) for part in numbers], groups and [len(names) for names in groups]
         raise CheckpointError(
-            f"{source} has optimizer groups of {theirs} parameters, here they are {ours or 'in no order of the module'}. "
+            f"{source} has optimizer groups of {theirs} parameters; here: {ours or 'in no order of the module'}. "
             "Build the same optimizer, its groups in the order of the module's parameters."
         )
     parameters = {name: parameter for parameter, name in parameter_names(strategy).items()}

@@ -1,0 +1,130 @@
+"""A checkpoint folder as plain Lightning's dictionary: whole tensors, optimizer states by number."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from lightning_3d.checkpoint import store
+from lightning_3d.errors import CheckpointError
+
+MODEL, OPTIMIZER, COPIES = "model.", "optimizer.", "copies."
+
+
+def read_plain(
+    path: str | os.PathLike[str], *, optimizer: bool, map_location: Any = None, weights_only: bool = True
+) -> dict[str, Any]:
+    """The whole checkpoint, as `torch.load` of a plain .ckpt would give it; needs no process group.
+
+    Args:
+        path: of a committed checkpoint.
+        optimizer: whether optimizer states and averages of weights are wanted.
+        map_location: where tensors go that are read on the CPU: a device, or a mapping that may have one for "cpu".
+        weights_only: of what is no tensor, plain values only.
+
+    Raises:
+        CheckpointError: nothing whole is there, or its optimizer states have no order (see `assemble`).
+    """
+    store.require_committed(path)
+    names = [name for name in store.saved_tensors(path) if optimizer or name.startswith(MODEL)]
+    if isinstance(map_location, Mapping):
+        map_location = map_location.get("cpu")
+    # A function of storages, Lightning's own default, leaves on the CPU what is there.
+    device = torch.device("cpu") if map_location is None or callable(map_location) else torch.device(map_location)
+    values = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in read_in_turn(path, names, weights_only=weights_only)
+    }
+    return assemble(store.load_extra(path, weights_only=weights_only), values, optimizer=optimizer)
+
+
+def read_in_turn(
+    path: str | os.PathLike[str],
+    names: Sequence[str],
+    *,
+    batch_bytes: int = 256 * 2**20,
+    weights_only: bool = True,
+) -> Iterator[tuple[str, Any]]:
+    """Entries of a checkpoint in the order of `names`, of which no more than `batch_bytes` are held at a time.
+
+    One that is larger alone is read alone.
+    """
+    saved = store.saved_tensors(path)
+    batch: dict[str, Any] = {}
+    held = 0
+    for name in names:
+        entry = saved[name]
+        size = 0
+        if isinstance(entry, TensorStorageMetadata):
+            size = entry.size.numel() * entry.properties.dtype.itemsize
+        if batch and held + size > batch_bytes:
+            store.load_tensors(path, batch, weights_only=weights_only)
+            yield from batch.items()
+            batch, held = {}, 0
+        room = isinstance(entry, TensorStorageMetadata)
+        batch[name] = torch.empty(entry.size, dtype=entry.properties.dtype) if room else None
+        held += size
+    if batch:
+        store.load_tensors(path, batch, weights_only=weights_only)
+        yield from batch.items()
+
+
+def assemble(extra: Mapping[str, Any], values: Mapping[str, Any], *, optimizer: bool) -> dict[str, Any]:
+    """Plain Lightning's dictionary from a folder's `extra` and its entries by name.
+
+    Raises:
+        CheckpointError: the optimizer's groups were not in the module's order under a pipeline, so that nobody knows
+            the numbers of their parameters.
+    """
+    checkpoint = dict(extra)
+    groups = checkpoint.pop("optimizer_groups", [])
+    orders = checkpoint.pop("optimizer_parameters", [])
+    # Positions of loaders that are shared out over ranks, which stock loaders know nothing of.
+    checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
+    checkpoint["state_dict"] = below(values, MODEL)
+    if not optimizer:
+        return checkpoint
+    states = below(values, OPTIMIZER)
+    if states:
+        checkpoint["optimizer_states"] = [
+            _numbered(below(states, f"{index}."), order, options)
+            for index, (order, options) in enumerate(zip(orders, groups, strict=True))
+        ]
+    for key, value in below(values, COPIES).items():
+        entry, _, name = key.partition(".")
+        checkpoint.setdefault(entry, {})[name] = value
+    return checkpoint
+
+
+def below(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Entries under a prefix, without it."""
+    return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+
+
+def _numbered(flat: Mapping[str, Any], order: list[list[str]] | None, options: list[dict[str, Any]]) -> dict[str, Any]:
+    if order is None:
+        raise CheckpointError(
+            "the optimizer's groups are not in the order of the module's parameters, and a pipeline saved them: how "
+            "plain Lightning numbers them is not known. Export the weights alone (--weights-only), or resume without a "
+            "pipeline and save again."
+        )
+    entries: dict[str, dict[str, Any]] = {}
+    for key, value in below(flat, "state.").items():
+        name, _, entry = key.rpartition(".")
+        entries.setdefault(name, {})[entry] = value
+    numbers = {name: number for number, name in enumerate(name for names in order for name in names)}
+    return {
+        "state": {numbers[name]: found for name, found in entries.items()},
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in names]} for group, names in zip(options, order, strict=True)
+        ],
+    }
+
+
+def is_tensor(entry: Any) -> bool:
+    """Whether an entry of `store.saved_tensors` is a tensor and no other value."""
+    return isinstance(entry, TensorStorageMetadata)
