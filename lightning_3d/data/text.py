@@ -14,7 +14,7 @@ from lightning_3d.data.global_batch import GlobalBatchDataModule
 from lightning_3d.data.packing import PackedRows, unigram_loss
 from lightning_3d.data.text_cache import TokenCache, default_cache_folder, ensure_entry, entry_folder, open_entry
 from lightning_3d.data.text_files import TextFile, choose_up_to, find_text_files, split_held_out
-from lightning_3d.data.tokenizer import SMALLEST_VOCABULARY, load_tokenizer
+from lightning_3d.data.tokenizer import END_OF_TEXT, SMALLEST_VOCABULARY, find_tokenizer, load_tokenizer
 from lightning_3d.errors import DataError
 
 
@@ -26,7 +26,8 @@ class TextDataModule(GlobalBatchDataModule):
     Args:
         files: paths and globs; None means the Python standard library's own sources.
         max_bytes: take a sample of whole files up to this size; None means all.
-        vocab_size: the most tokens that the tokenizer may have; the property `vocab_size` tells how many it has.
+        vocab_size: the most tokens that a trained tokenizer may have; the property `vocab_size` tells how many it has.
+        tokenizer: a tokenizer.json, or a Hugging Face folder with one, to use instead of training one.
         global_batch_size: rows of one batch over all data-parallel ranks.
         validation_fraction: the share of files held out, at least one.
         seed: of the choice of files and, where the strategy does not shuffle itself, of the order of rows.
@@ -49,6 +50,7 @@ class TextDataModule(GlobalBatchDataModule):
         shuffle: bool = True,
         seed: int = 0,
         cache_dir: str | Path | None = None,
+        tokenizer: str | Path | None = None,
     ) -> None:
         super().__init__(
             global_batch_size=global_batch_size,
@@ -64,6 +66,7 @@ class TextDataModule(GlobalBatchDataModule):
         self.files = files
         self.max_bytes = max_bytes
         self.requested_vocab_size = vocab_size
+        self._given = None if tokenizer is None else find_tokenizer(tokenizer)
         self.sequence_length = sequence_length
         self.cache_folder = default_cache_folder() if cache_dir is None else Path(cache_dir).expanduser()
         self._split: tuple[list[TextFile], list[TextFile]] | None = None
@@ -71,7 +74,13 @@ class TextDataModule(GlobalBatchDataModule):
 
     def prepare_data(self) -> None:
         train, validation = self.split_files()
-        ensure_entry(self._entry_folder(), train=train, validation=validation, vocab_size=self.requested_vocab_size)
+        ensure_entry(
+            self._entry_folder(),
+            train=train,
+            validation=validation,
+            vocab_size=self.requested_vocab_size,
+            tokenizer=self._given,
+        )
 
     def setup(self, stage: str | None = None) -> None:
         self._rows("train")
@@ -97,8 +106,13 @@ class TextDataModule(GlobalBatchDataModule):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The trained tokenizer, once `prepare_data` has run."""
+        """The tokenizer, once `prepare_data` has run."""
         return load_tokenizer(self._tokens().folder / "tokenizer.json")
+
+    @property
+    def end_of_text(self) -> str:
+        """The token between two documents."""
+        return self._given[1] if self._given else END_OF_TEXT
 
     def unigram_loss(self) -> float:
         """Nats per held-out target of a model that knows only how often each token occurs in the training text."""
@@ -134,4 +148,10 @@ class TextDataModule(GlobalBatchDataModule):
 
     def _entry_folder(self) -> Path:
         train, validation = self.split_files()
-        return entry_folder(self.cache_folder, train=train, validation=validation, vocab_size=self.requested_vocab_size)
+        return entry_folder(
+            self.cache_folder,
+            train=train,
+            validation=validation,
+            vocab_size=self.requested_vocab_size,
+            tokenizer=self._given[0] if self._given else None,
+        )

@@ -22,7 +22,7 @@ import numpy as np
 
 from lightning_3d.data.packing import join_documents
 from lightning_3d.data.text_files import TextFile
-from lightning_3d.data.tokenizer import END_OF_TEXT, encode_documents, train_tokenizer
+from lightning_3d.data.tokenizer import END_OF_TEXT, encode_documents, load_tokenizer, train_tokenizer
 from lightning_3d.errors import DataError
 
 _VERSION = 1
@@ -45,20 +45,39 @@ def default_cache_folder() -> Path:
 
 
 def entry_folder(
-    cache_folder: Path, *, train: Sequence[TextFile], validation: Sequence[TextFile], vocab_size: int
+    cache_folder: Path,
+    *,
+    train: Sequence[TextFile],
+    validation: Sequence[TextFile],
+    vocab_size: int,
+    tokenizer: Path | None = None,
 ) -> Path:
     """Where the entry for these files and settings lies; another name once a file, its date or a setting changes."""
-    made_from = {
+    made_from: dict[str, Any] = {
         "version": _VERSION,
         "vocab_size": vocab_size,
         "train": [_identity(file) for file in train],
         "validation": [_identity(file) for file in validation],
     }
+    if tokenizer is not None:
+        made_from["tokenizer"] = _checksum(tokenizer)
     return cache_folder / hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:24]
 
 
-def ensure_entry(folder: Path, *, train: Sequence[TextFile], validation: Sequence[TextFile], vocab_size: int) -> None:
-    """Build the entry unless a whole one is there; one process builds while others wait; a broken one is replaced."""
+def ensure_entry(
+    folder: Path,
+    *,
+    train: Sequence[TextFile],
+    validation: Sequence[TextFile],
+    vocab_size: int,
+    tokenizer: tuple[Path, str] | None = None,
+) -> None:
+    """Build the entry unless a whole one is there; one process builds while others wait; a broken one is replaced.
+
+    Args:
+        vocab_size: of the tokenizer that is trained, unless one is given.
+        tokenizer: a tokenizer.json and its token for the end of a text.
+    """
     if _is_whole(folder):
         return
     try:
@@ -76,7 +95,7 @@ def ensure_entry(folder: Path, *, train: Sequence[TextFile], validation: Sequenc
         new = folder.with_suffix(f".new-{uuid.uuid4().hex}")
         new.mkdir()
         try:
-            _write_entry(new, train=train, validation=validation, vocab_size=vocab_size)
+            _write_entry(new, train=train, validation=validation, vocab_size=vocab_size, given=tokenizer)
             _commit(new, folder)
         finally:
             shutil.rmtree(new, ignore_errors=True)
@@ -103,12 +122,19 @@ def open_entry(folder: Path) -> TokenCache:
         ) from error
 
 
-def _write_entry(folder: Path, *, train: Sequence[TextFile], validation: Sequence[TextFile], vocab_size: int) -> None:
+def _write_entry(
+    folder: Path,
+    *,
+    train: Sequence[TextFile],
+    validation: Sequence[TextFile],
+    vocab_size: int,
+    given: tuple[Path, str] | None,
+) -> None:
     train_texts = [file.read() for file in train]
-    tokenizer = train_tokenizer(train_texts, vocab_size=vocab_size)
+    tokenizer = load_tokenizer(given[0]) if given else train_tokenizer(train_texts, vocab_size=vocab_size)
     tokenizer.save(str(folder / "tokenizer.json"))
-    actual_size, end_of_text = tokenizer.get_vocab_size(), tokenizer.token_to_id(END_OF_TEXT)
-    assert end_of_text is not None  # the trainer was given it
+    actual_size, end_of_text = tokenizer.get_vocab_size(), tokenizer.token_to_id(given[1] if given else END_OF_TEXT)
+    assert end_of_text is not None  # the trainer was given it, or a given tokenizer was asked
     for part, texts in (("train", train_texts), ("validation", [file.read() for file in validation])):
         stream = join_documents(encode_documents(tokenizer, texts), end_of_text=end_of_text, vocab_size=actual_size)
         np.save(folder / f"{part}.npy", stream)

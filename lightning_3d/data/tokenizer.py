@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -50,6 +51,29 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndar
     """Token ids of each document, uint32."""
     with _without_threads():
         return [np.asarray(tokenizer.encode(text).ids, dtype=np.uint32) for text in texts]
+
+
+def find_tokenizer(path: str | Path) -> tuple[Path, str]:
+    """The tokenizer.json at a path, or in the Hugging Face folder there, and its token for the end of a text.
+
+    Raises:
+        DataError: there is none, or it names no such token.
+    """
+    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise DataError(
+            f"tokenizer={str(path)!r}: there is no {file}. Give a tokenizer.json or a Hugging Face folder with one "
+            "(AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER) writes it)."
+        )
+    described = file.parent / "tokenizer_config.json"
+    token = json.loads(described.read_text()).get("eos_token") if described.is_file() else END_OF_TEXT
+    token = token["content"] if isinstance(token, dict) else token
+    if token is None or load_tokenizer(file).token_to_id(token) is None:
+        raise DataError(
+            f"{file} has no token for the end of a text ({token!r}), which separates documents. Name one of its tokens "
+            "as eos_token in tokenizer_config.json beside it."
+        )
+    return file, token
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
