@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -28,6 +26,7 @@ from training import run, trainer_for
 
 from lightning_3d import Layout
 from lightning_3d.errors import DataError
+from lightning_3d.strategies.global_batches import Progress
 from lightning_3d.strategies.sampling import shard_dataloader
 
 RANKS = (1, 2, 3, 4)
@@ -46,7 +45,8 @@ class Numbers(Dataset):
 
 def shards(loader: Any, ranks: int, *, seed: int = 3, done: int = 0) -> list[Any]:
     return [
-        shard_dataloader(loader, num_replicas=ranks, rank=r, seed=seed, progress=lambda: done) for r in range(ranks)
+        shard_dataloader(loader, num_replicas=ranks, rank=r, seed=seed, progress=lambda: Progress(done))
+        for r in range(ranks)
     ]
 
 
@@ -207,7 +207,7 @@ def test_a_generator_of_the_user_s_gives_the_orders_of_plain_loaders(ranks: int)
     got: list[Any] = []
     for rank in range(ranks):
         # Each rank is a process of its own with a generator of its own.
-        shard: Any = shard_dataloader(loader(4), num_replicas=ranks, rank=rank, seed=0, progress=lambda: 0)
+        shard: Any = shard_dataloader(loader(4), num_replicas=ranks, rank=rank, seed=0, progress=Progress)
         orders = []
         for epoch in range(3):
             shard.batch_sampler.sampler.set_epoch(epoch)
@@ -223,7 +223,7 @@ def test_a_generator_of_the_user_s_gives_the_orders_of_plain_loaders(ranks: int)
 @pytest.mark.parametrize("custom", [False, True])
 @pytest.mark.parametrize("done", [2, 6])
 def test_a_resumed_loader_goes_on_where_it_was(own_generator: bool, custom: bool, done: int) -> None:
-    progress = [0]
+    progress = [Progress()]
 
     def loader() -> Any:
         generator = torch.Generator().manual_seed(4) if own_generator else None
@@ -244,7 +244,7 @@ def test_a_resumed_loader_goes_on_where_it_was(own_generator: bool, custom: bool
     first.batch_sampler.sampler.set_epoch(1)
     iterator = iter(first)
     orders.append([next(iterator).tolist() for _ in range(done)])
-    progress[0] = done
+    progress[0] = Progress(done, done, done == 6)
     state = first.state_dict()
     orders[1] += [batch.tolist() for batch in iterator]
     orders.append(epoch(first, 2))
@@ -265,29 +265,15 @@ def test_a_resumed_loader_goes_on_where_it_was(own_generator: bool, custom: bool
 # ------------------------------------------------------------------ other loaders
 
 
-class Stream(IterableDataset):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(6))
-
-
-def test_a_stream_is_left_alone_with_a_warning_where_several_ranks_read_it() -> None:
-    loader = DataLoader(Stream(), batch_size=2)
-    with pytest.warns(UserWarning, match="each of 2 data-parallel ranks reads the whole stream of Stream"):
-        assert shards(loader, 2)[0] is loader
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert shards(loader, 1)[0] is loader
-
-
 def test_other_iterables_are_left_alone() -> None:
-    assert all(shard is rows for rows in ([1, 2], Stream()) for shard in shards(rows, 2))
+    assert all(shard is rows for rows in ([1, 2], range(3)) for shard in shards(rows, 2))
 
 
 def test_a_distributed_sampler_must_be_of_the_data_parallel_ranks() -> None:
     good = [DataLoader(Numbers(8), sampler=DistributedSampler(Numbers(8), num_replicas=2, rank=r)) for r in range(2)]
-    assert shard_dataloader(good[1], num_replicas=2, rank=1, seed=0, progress=lambda: 0) is good[1]
+    assert shard_dataloader(good[1], num_replicas=2, rank=1, seed=0, progress=Progress) is good[1]
     with pytest.raises(DataError, match=r"num_replicas=2, rank=1.*rank 0 of 4.*distributed_sampler_kwargs"):
-        shard_dataloader(good[1], num_replicas=4, rank=0, seed=0, progress=lambda: 0)
+        shard_dataloader(good[1], num_replicas=4, rank=0, seed=0, progress=Progress)
 
 
 @pytest.mark.parametrize("ranks", RANKS)

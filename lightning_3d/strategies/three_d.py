@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -26,17 +25,15 @@ from lightning_3d.parallel.staged import StagedModule
 from lightning_3d.strategies import resume
 from lightning_3d.strategies.agreement import agree_on_plateaus, show_whole_scalars
 from lightning_3d.strategies.averaging import average_shards
-from lightning_3d.strategies.checkpointing import CheckpointingStrategy
+from lightning_3d.strategies.feeding import FeedingStrategy
 from lightning_3d.strategies.logs import share_metrics
 from lightning_3d.strategies.optimizers import optimizers_of_a_part, step_by_kind
 from lightning_3d.strategies.pipelined_step import Context, PipelinedStep, warn_of_coupled_samples
 from lightning_3d.strategies.plain_files import check_initial_weights
-from lightning_3d.strategies.predictions import gather_predictions
-from lightning_3d.strategies.sampling import shard_dataloader
 from lightning_3d.strategies.scaler import agree_on_overflow
 
 
-class ThreeDStrategy(CheckpointingStrategy):
+class ThreeDStrategy(FeedingStrategy):
     """Trains an ordinary LightningModule under data, tensor and pipeline parallelism with ZeRO sharding.
 
     Args:
@@ -101,24 +98,11 @@ class ThreeDStrategy(CheckpointingStrategy):
         self._sequence_parallel = sequence_parallel
         self._initial_weights = check_initial_weights(initial_weights)
         self._recording = Recording()
-        self._shards_data = False
         self._pipelined: PipelinedStep | None = None
         self._accumulating = False
         self._seed = 0
 
     # ------------------------------------------------------------------ starting
-
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        assert self.lightning_module is not None
-        self._take_over_sampling(self.lightning_module.trainer)
-
-    def _take_over_sampling(self, trainer: L.Trainer) -> None:
-        # Lightning's own sampler shuffles a loader that asked for order, and repeats samples to come out even.
-        connector = trainer._accelerator_connector
-        if connector.use_distributed_sampler:
-            self._shards_data = True
-            connector.use_distributed_sampler = False
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -318,24 +302,6 @@ class ThreeDStrategy(CheckpointingStrategy):
         assert self.lightning_module is not None
         return global_norm(self.lightning_module.parameters(), norm_type=norm_type, share=self.share)
 
-    # ------------------------------------------------------------------ data
-
-    def process_dataloader(self, dataloader: object) -> object:
-        if not self._shards_data:
-            return dataloader
-        assert self.lightning_module is not None
-        progress: Any = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
-        return shard_dataloader(
-            dataloader,
-            **self.distributed_sampler_kwargs,
-            seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
-            progress=lambda: progress.current.processed,
-        )
-
-    def on_predict_end(self) -> None:
-        assert self.lightning_module is not None
-        if self._shards_data:
-            gather_predictions(self.lightning_module.trainer, group=data_parallel_group(self.mesh))
 
 
 @contextmanager
