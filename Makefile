@@ -8,7 +8,7 @@ TEST_JOBS ?= 2
 # One thread per process: ranks of one machine would otherwise fight for its cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-full verify-all lint clean
+.PHONY: train test test-full verify-all lint clean test-checkpoints soak-checkpoints
 
 # The stamp lies inside the environment, so that removing .venv is enough to begin anew.
 $(VENV): $(VENV)/.installed ;
@@ -36,6 +36,15 @@ verify-all: $(VENV)/.installed
 
 test-full: lint
 	$(BIN)/python -m pytest -q
+
+# Every pair of layouts and optimizers, every boundary of a resumed run, every write that fails.
+test-checkpoints: $(VENV)/.installed
+	$(BIN)/python -m pytest -q -m slow $(foreach f,checkpoint_layouts resume failing_writes,tests/test_$(f).py)
+
+# A hundred kills, half of them in the middle of a save.
+KILLS ?= 100
+soak-checkpoints: $(VENV)/.installed
+	$(BIN)/python tests/soak_checkpoints.py --kills $(KILLS)
 
 clean:
 	rm -rf dist build .mypy_cache .pytest_cache .ruff_cache

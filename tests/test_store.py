@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
+import pickle
 import shutil
 import signal
-import time
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemWriter
+from faulty_disk import FaultyDisk
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -104,83 +104,7 @@ def test_any_number_of_ranks_loads_any_other_s(tmp_path: Path) -> None:
     assert saved["weight"].size == torch.Size([7, 3]) and saved["weight"].properties.dtype == torch.float32
 
 
-# ------------------------------------------------------------------ a writer that fails
-
-
-def full_disk(*_: Any, **__: Any) -> Any:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def on_rename_to(suffix: str, action: Callable[[], Any]) -> None:
-    """Do this instead of the first rename to a name with that ending: the former checkpoint moves aside first."""
-    real, calls = os.rename, []
-
-    def rename(source: Any, target: Any) -> None:
-        if not calls and str(target).endswith(suffix):
-            calls.append(target)
-            action()
-        else:
-            real(source, target)
-
-    os.rename = rename  # type: ignore[assignment]
-
-
-def break_writing(where: str) -> None:
-    """On this rank, from now on."""
-    if where == "tensors":
-        FileSystemWriter.write_data = full_disk  # type: ignore[method-assign]
-    elif where == "metadata":
-        FileSystemWriter.finish = full_disk  # type: ignore[method-assign]
-    elif where == "rest":
-        store._write = full_disk
-    elif where == "folder":
-        Path.mkdir = full_disk  # type: ignore[method-assign]
-    else:
-        on_rename_to(where, full_disk)
-
-
-def save_with_a_failure(path: Path, broken_rank: int, where: str) -> tuple[str, float]:
-    if rank() == broken_rank:
-        break_writing(where)
-    begin = time.monotonic()
-    try:
-        save(path, 2.0, 2)
-    except CheckpointError as error:
-        return str(error), time.monotonic() - begin
-    return "no error", 0.0
-
-
-CASES = [
-    *((1, 0, where) for where in ("folder", "tensors", "metadata", "rest", ".replaced", "/last.ckpt")),
-    *((2, 0, where) for where in ("folder", "tensors", "metadata", "rest", ".replaced", "/last.ckpt")),
-    *((2, 1, where) for where in ("tensors", "rest")),
-]
-
-
-@pytest.mark.parametrize(("ranks", "broken_rank", "where"), CASES)
-def test_a_failing_writer_is_told_on_all_ranks_and_the_checkpoints_before_stay(
-    tmp_path: Path, ranks: int, broken_rank: int, where: str
-) -> None:
-    together(ranks, save, tmp_path / "last.ckpt", 1.0)
-    for message, seconds in together(ranks, save_with_a_failure, tmp_path / "last.ckpt", broken_rank, where):
-        assert "No space left on device" in message and f"rank {broken_rank}" in message and "last.ckpt" in message
-        assert seconds < 10
-    assert store.newest(tmp_path) == tmp_path / "last.ckpt"
-    assert store.committed(tmp_path) == [tmp_path / "last.ckpt"]
-    assert_holds(tmp_path / "last.ckpt", 1.0)
-    # What was left does not get in the way of the next save.
-    together(ranks, save, tmp_path / "last.ckpt", 3.0)
-    assert_holds(tmp_path / "last.ckpt", 3.0)
-    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
-
-
-def test_a_new_name_that_fails_leaves_the_former_checkpoint_the_newest(tmp_path: Path) -> None:
-    save(tmp_path / "step=1", 1.0)
-    for message, _ in together(2, save_with_a_failure, tmp_path / "step=2", 1, "tensors"):
-        assert "No space left" in message
-    assert store.newest(tmp_path) == tmp_path / "step=1"
-    with pytest.raises(CheckpointError, match="step=2 does not exist. Whole checkpoints beside it: .*step=1"):
-        store.require_committed(tmp_path / "step=2")
+# ------------------------------------------------------------------ saving over what is there
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -202,24 +126,60 @@ def test_a_save_replaces_what_has_its_name(tmp_path: Path, ranks: int) -> None:
 # ------------------------------------------------------------------ a kill
 
 
-def save_until_rename(path: Path, suffix: str) -> None:
-    on_rename_to(suffix, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    save(path, 2.0, 2)
+def killed_at(number: int | None, path: Path, *, can_swap: bool) -> list[str]:
+    """Save in a fork that is killed instead of operation `number`; the operations, where it is None."""
+    disk = FaultyDisk(fail_at=number, fault=lambda: os.kill(os.getpid(), signal.SIGKILL), can_swap=can_swap)
+    if number is None:
+        with disk.in_use():
+            save(path, 2.0, 2)
+        return disk.operations
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        with disk.in_use():
+            save(path, 2.0, 2)
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    return []
 
 
-@pytest.mark.parametrize("suffix", [".replaced", "/last.ckpt"])
-def test_a_kill_at_either_rename_leaves_the_former_checkpoint(tmp_path: Path, suffix: str) -> None:
+@pytest.mark.parametrize("can_swap", [True, False])
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_under_the_name(tmp_path: Path, can_swap: bool) -> None:
     path = tmp_path / "last.ckpt"
     save(path, 1.0)
-    with pytest.raises(LaunchError, match="SIGKILL"):
-        together(1, save_until_rename, path, suffix)
-    assert path.exists() == (suffix == ".replaced")
-    assert (tmp_path / ".last.ckpt.saving").is_dir()
-    assert store.committed(tmp_path) == [path]
-    assert_holds(path, 1.0)
+    operations = killed_at(None, path, can_swap=can_swap)
+    ends = [index for index, operation in enumerate(operations) if operation in ("swap", "rename")]
+    aside = 0
+    for number in [n for n in range(len(operations)) if operations[n] != "write" or n % 5 == 0]:
+        save(path, 1.0)
+        killed_at(number, path, can_swap=can_swap)
+        # Swapping leaves no moment without a checkpoint of that name; renaming twice does.
+        assert path.exists() or not can_swap
+        assert store.committed(tmp_path) == [path]
+        assert_holds(path, 2.0 if number > ends[-1] else 1.0)
+        found = store.set_aside_leftovers(tmp_path)
+        assert all(left == tmp_path / ".last.ckpt.unfinished" for left in found)
+        aside += len(found)
+        assert store.committed(tmp_path) == [path] and store.set_aside_leftovers(tmp_path) == []
+    assert aside >= len([n for n in ends if operations[n] != "rename"]) and aside > 5
     save(path, 3.0)
     assert_holds(path, 3.0)
-    assert [found.name for found in tmp_path.iterdir()] == ["last.ckpt"]
+    assert [found.name for found in tmp_path.iterdir()] in (
+        ["last.ckpt"],
+        [".last.ckpt.unfinished", "last.ckpt"],
+        ["last.ckpt", ".last.ckpt.unfinished"],
+    )
+
+
+def test_leftovers_are_reported_once_and_do_not_pile_up(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path / "whole", float(step), step)
+        killed_at(9, tmp_path / f"step={step}", can_swap=True)
+        (tmp_path / f".gone={step}.removed").mkdir()
+        assert store.set_aside_leftovers(tmp_path) == [tmp_path / f".step={step}.unfinished"]
+        assert store.set_aside_leftovers(tmp_path) == []
+        assert sorted(path.name for path in tmp_path.iterdir()) == [f".step={step}.unfinished", "whole"]
+        assert store.committed(tmp_path) == [tmp_path / "whole"]
 
 
 def test_several_ranks_repair_at_once(tmp_path: Path) -> None:
@@ -290,3 +250,43 @@ def test_a_damaged_file_is_told_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "step=1" / "__1_0.distcp").write_bytes(b"")
     for message in together(2, load_damaged, tmp_path / "step=1"):
         assert "loading checkpoint" in message and "step=1" in message
+
+
+# ------------------------------------------------------------------ unpickling
+
+
+class Trap:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("where", ["extra.pt", "rank_00000.pt", "entry", ".metadata"])
+def test_a_checkpoint_cannot_run_code_unless_it_is_trusted(tmp_path: Path, where: str) -> None:
+    trap, sprung = Trap(tmp_path / "sprung"), tmp_path / "sprung"
+    path = tmp_path / "step=1"
+    store.save(
+        path,
+        {"weight": weight(1.0), "name": trap if where == "entry" else "plain"},
+        extra={"note": trap if where == "extra.pt" else None},
+        rank_state={"value": trap if where == "rank_00000.pt" else 1.0},
+        summary={"global_step": 1},
+    )
+    if where == ".metadata":
+        (path / ".metadata").write_bytes(pickle.dumps(trap))
+
+    def read(weights_only: bool) -> None:
+        store.load_tensors(path, {"name": None}, weights_only=weights_only)
+        store.load_extra(path, weights_only=weights_only)
+        store.load_rank_state(path, rank=0, weights_only=weights_only)
+
+    with pytest.raises(CheckpointError, match="names .*touch" if where == ".metadata" else "weights_only=False"):
+        read(True)
+    assert not sprung.exists()
+    if where != ".metadata":
+        read(False)
+        assert sprung.exists()

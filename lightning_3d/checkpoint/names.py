@@ -11,6 +11,15 @@ from lightning_3d.errors import CheckpointError
 _STALE = r"(^|\.)rotary_emb\.inv_freq$"
 
 
+def saved_name(name: str) -> str:
+    """A name without what `torch.compile` puts into it, so that checkpoints with and without it are the same.
+
+    >>> saved_name("model._orig_mod.layers.0._orig_mod.weight")
+    'model.layers.0.weight'
+    """
+    return name.replace("_orig_mod.", "")
+
+
 def find_prefix(stored: Collection[str], own: Collection[str]) -> str:
     """What the stored names lack in front to be the module's own ("model." of a LightningModule, say).
 

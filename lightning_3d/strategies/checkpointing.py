@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_3d.checkpoint import store
@@ -27,6 +29,7 @@ from lightning_3d.strategies.averaging import leave_averages_to_strategy, refuse
 from lightning_3d.strategies.mesh_strategy import MeshStrategy
 from lightning_3d.strategies.selection import Selection, agree_on_best, pick_last_of_committed, tell_leftovers
 from lightning_3d.strategies.weights import load_weights_
+from lightning_3d.strategies.windows import SaveAtWindowEnd
 
 
 class CheckpointingStrategy(MeshStrategy):
@@ -52,6 +55,8 @@ class CheckpointingStrategy(MeshStrategy):
         self._storage_options = storage_options
         self._background = BackgroundWriter(timeout=self._timeout)
         self._selection = Selection()
+        self._windows = SaveAtWindowEnd()
+        self._weights_only: bool | None = None
         # Checkpoints that callbacks want removed, once the one under way is whole.
         self._removals: list[Any] = []
         self._share: Share | None = None
@@ -82,6 +87,8 @@ class CheckpointingStrategy(MeshStrategy):
         assert self.lightning_module is not None
         path = self.broadcast(os.fspath(filepath))
         where = place(path, storage_options=storage_options or self.options_for(path))
+        if self._windows.postpone(self.lightning_module.trainer, checkpoint, path, storage_options):
+            return
         # At most one is under way; and a failed one is not overtaken in silence.
         self._settle(self._background.wait)
         callbacks = self.lightning_module.trainer.checkpoint_callbacks
@@ -93,10 +100,11 @@ class CheckpointingStrategy(MeshStrategy):
                 self._background.start(where, contents)
             else:
                 write(where, contents)
-                self._selection.commit()
+        if not self._async_checkpoint:
+            self._committed()
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        if self._background.busy:
+        if self._background.busy or self._windows.waiting:
             # It may be the only whole one until the one under way is.
             self._removals.append(filepath)
         else:
@@ -116,11 +124,14 @@ class CheckpointingStrategy(MeshStrategy):
         with self._keeping_selection():
             finished = ask()
         if finished:
-            self._selection.commit()
-            removals, self._removals = self._removals, []
-            for filepath in removals:
-                self._remove(filepath)
-            self.barrier()
+            self._committed()
+
+    def _committed(self) -> None:
+        self._selection.commit()
+        removals, self._removals = self._removals, []
+        for filepath in removals:
+            self._remove(filepath)
+        self.barrier()
 
     @contextmanager
     def _keeping_selection(self) -> Iterator[None]:
@@ -146,6 +157,9 @@ class CheckpointingStrategy(MeshStrategy):
         def launch_checked(function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
             if trainer is not None:
                 self._check_callbacks(trainer)
+                # Lightning drops it on its way to strategies that restore after their setup.
+                given = inspect.signature(function).bind(*args, **kwargs).arguments
+                self._weights_only = given.get("weights_only")
             return launch(function, *args, trainer=trainer, **kwargs)
 
         launcher.launch = launch_checked
@@ -163,7 +177,10 @@ class CheckpointingStrategy(MeshStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         assert self.lightning_module is not None
-        leave_averages_to_strategy(self.lightning_module.trainer)
+        trainer = self.lightning_module.trainer
+        leave_averages_to_strategy(trainer)
+        if self._windows not in trainer.callbacks:  # type: ignore[attr-defined]
+            trainer.callbacks.append(self._windows)  # type: ignore[attr-defined]
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -202,8 +219,15 @@ class CheckpointingStrategy(MeshStrategy):
     # ------------------------------------------------------------------ loading
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = resume.load(self, self.broadcast(os.fspath(checkpoint_path)), weights_only=weights_only)
+        path = self.broadcast(os.fspath(checkpoint_path))
+        weights_only = self._weights_only if weights_only is None else weights_only
+        checkpoint = resume.load(self, path, weights_only=weights_only)
         self._pending_random_state = checkpoint.pop("random_state", None)
+        assert self.lightning_module is not None
+        for callback in self.lightning_module.trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                # Else it saves this step once more at the next batch, which may be inside an accumulation window.
+                callback._last_global_step_saved = checkpoint.get("global_step", 0)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

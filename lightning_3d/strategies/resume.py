@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_3d.checkpoint import optimizer_state as flat_state
 from lightning_3d.checkpoint import store
+from lightning_3d.checkpoint.names import saved_name
 from lightning_3d.checkpoint.places import place
 from lightning_3d.checkpoint.together import together
 from lightning_3d.errors import CheckpointError
@@ -31,7 +32,7 @@ def optimizer_state(strategy: CheckpointingStrategy, optimizer: Any) -> dict[str
     """State of one optimizer by parameter name."""
     strategy.share.reshard()
     inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-    return flat_state.flatten(inner, names=parameter_names(strategy))
+    return flat_state.flatten(inner, names=_names(strategy))
 
 
 def load(strategy: CheckpointingStrategy, path: str, *, weights_only: bool | None) -> dict[str, Any]:
@@ -58,13 +59,15 @@ def load(strategy: CheckpointingStrategy, path: str, *, weights_only: bool | Non
             f"{where} holds weights only (save_weights_only=True), no optimizer state to go on with. To start from "
             f"its weights, leave out ckpt_path and set ThreeDStrategy(initial_weights={str(where)!r})."
         )
+    checkpoint = together(lambda: store.load_extra(where, weights_only=restricted), f"loading checkpoint {where}")
     model = _model_room(strategy.lightning_module, _below(saved, "model."), elsewhere=strategy.share.elsewhere)
     optimizers = []
     if fitting:
+        _add_later_groups_(strategy, checkpoint)
         for index, optimizer in enumerate(strategy.optimizers):
             below = _below(saved, f"optimizer.{index}.")
             if below:
-                optimizers.append(flat_state.template(optimizer, names=parameter_names(strategy), saved=below))
+                optimizers.append(flat_state.template(optimizer, names=_names(strategy), saved=below))
     state = {f"model.{key}": value for key, value in model.items()}
     for index, flat in enumerate(optimizers):
         state.update({f"optimizer.{index}.{key}": value for key, value in flat.items()})
@@ -72,8 +75,8 @@ def load(strategy: CheckpointingStrategy, path: str, *, weights_only: bool | Non
     state.update({f"copies.{key}": value for key, value in copies.items()})
     store.load_tensors(where, state, weights_only=restricted)
 
-    checkpoint = together(lambda: store.load_extra(where, weights_only=restricted), f"loading checkpoint {where}")
-    checkpoint["state_dict"] = {key: state[f"model.{key}"] for key in model}
+    own = {saved_name(name): name for name in strategy.lightning_module.state_dict()}
+    checkpoint["state_dict"] = {own.get(key, key): state[f"model.{key}"] for key in model}
     if optimizers:
         checkpoint["optimizer_states"] = [
             {key: state[f"optimizer.{index}.{key}"] for key in flat} for index, flat in enumerate(optimizers)
@@ -82,7 +85,7 @@ def load(strategy: CheckpointingStrategy, path: str, *, weights_only: bool | Non
             flat_state.restore_empty_groups_(optimizer, groups)
     for key in copies:
         entry, _, name = key.partition(".")
-        checkpoint.setdefault(entry, {})[name] = state[f"copies.{key}"]
+        checkpoint.setdefault(entry, {})[own[name]] = state[f"copies.{key}"]
     # Streams of random numbers continue in the same layout; another has other streams.
     if store.summary(where)["layout"] == strategy.layout.name:
         checkpoint["random_state"] = store.load_rank_state(where, rank=dist.get_rank(), weights_only=restricted)
@@ -100,7 +103,8 @@ def load_initial_weights_(strategy: CheckpointingStrategy, path: Path) -> None:
     model = _model_room(module, _below(store.saved_tensors(path), "model."), elsewhere=strategy.share.elsewhere)
     state: dict[str, Any] = {f"model.{key}": value for key, value in model.items()}
     store.load_tensors(path, state)
-    state = _below(state, "model.")
+    own = {saved_name(name): name for name in module.state_dict()}
+    state = {own.get(key, key): value for key, value in _below(state, "model.").items()}
     load_weights_(strategy, state, strict=module.strict_loading, source=str(path))
 
 
@@ -114,7 +118,11 @@ def load_optimizers(strategy: CheckpointingStrategy, states: list[dict[str, Any]
             f"the checkpoint has {len(states)} optimizers, configure_optimizers() gave {len(strategy.optimizers)}."
         )
     for optimizer, flat in zip(strategy.optimizers, states, strict=True):
-        flat_state.restore_(optimizer, flat, names=parameter_names(strategy))
+        flat_state.restore_(optimizer, flat, names=_names(strategy))
+
+
+def _names(strategy: CheckpointingStrategy) -> dict[torch.Tensor, str]:
+    return {parameter: saved_name(name) for parameter, name in parameter_names(strategy).items()}
 
 
 def _below(saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -122,10 +130,11 @@ def _below(saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _model_room(module: nn.Module, saved: Mapping[str, Any], *, elsewhere: Collection[str]) -> dict[str, Any]:
-    own = module.state_dict()
+    own = {saved_name(name): value for name, value in module.state_dict().items()}
+    others = {saved_name(name) for name in elsewhere}
     room: dict[str, Any] = {}
     for key, entry in saved.items():
-        if key in elsewhere:
+        if key in others:
             continue
         if not isinstance(entry, TensorStorageMetadata):
             room[key] = None
@@ -136,8 +145,20 @@ def _model_room(module: nn.Module, saved: Mapping[str, Any], *, elsewhere: Colle
     return room
 
 
+def _add_later_groups_(strategy: CheckpointingStrategy, checkpoint: Mapping[str, Any]) -> None:
+    """Groups that were added in the course of the saved run (what a finetuning callback has unfrozen, say)."""
+    named = {name: parameter for parameter, name in _names(strategy).items()}
+    saved = zip(checkpoint.get("optimizer_groups", []), checkpoint.get("optimizer_parameters", []), strict=False)
+    for optimizer, (options, names) in zip(strategy.optimizers, saved, strict=False):
+        for index in range(len(optimizer.param_groups), len(names or [])):
+            parameters = [named[saved_name(name)] for name in names[index] if saved_name(name) in named]
+            for parameter in parameters:
+                parameter.requires_grad_(True)
+            optimizer.add_param_group({"params": parameters, **options[index]})
+
+
 def _room_for_copies(module: nn.Module, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """For this rank's parts of further states of the module: ENTRY.NAME."""
-    own = module.state_dict()
+    own = {saved_name(name): value for name, value in module.state_dict().items()}
     names = {key: key.partition(".")[2] for key in saved}
     return {key: torch.zeros_like(own[name], requires_grad=False) for key, name in names.items() if name in own}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_3d.checkpoint import optimizer_state as flat_state
+from lightning_3d.checkpoint.names import saved_name
 from lightning_3d.checkpoint.random_state import random_state
 from lightning_3d.checkpoint.writing import Contents, packed
 from lightning_3d.strategies import plain_files
@@ -24,10 +25,10 @@ def contents(strategy: CheckpointingStrategy, checkpoint: dict[str, Any]) -> Con
     strategy.share.reshard()
     assert strategy.lightning_module is not None
     own = strategy.lightning_module.state_dict()
-    state = {f"model.{key}": value for key, value in checkpoint.pop("state_dict").items()}
+    state = {f"model.{saved_name(key)}": value for key, value in checkpoint.pop("state_dict").items()}
     # Callbacks that average weights keep two of each.
     for key in [key for key, value in checkpoint.items() if _is_copy(value, own)]:
-        state.update({f"copies.{key}.{name}": value for name, value in checkpoint.pop(key).items()})
+        state.update({f"copies.{key}.{saved_name(name)}": value for name, value in checkpoint.pop(key).items()})
     # Once more by their order, for groups that hold no parameter on a rank that loads them.
     checkpoint["optimizer_groups"] = [flat_state.options(optimizer) for optimizer in strategy.optimizers]
     # And the order of their parameters, which is how plain Lightning names them.

@@ -1,0 +1,62 @@
+"""Checkpoints that are asked for inside an accumulation window wait for its end: they hold no partial gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+
+class SaveAtWindowEnd(L.Callback):
+    """Keeps what was asked for, and saves at the end of the batch that ends the window.
+
+    Added by the strategy as the last callback.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, tuple[bool, Any]] = {}
+        self._training = False
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a checkpoint was asked for and is not saved yet."""
+        return bool(self._waiting)
+
+    def postpone(self, trainer: L.Trainer, checkpoint: Mapping[str, Any], path: str, storage_options: Any) -> bool:
+        """Whether this checkpoint is saved later."""
+        module = trainer.lightning_module
+        if not module.automatic_optimization or not trainer.fit_loop.epoch_loop._should_accumulate():
+            return False
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches
+        if not self._training or not done:
+            # An exception, or an early end: this window never ends.
+            if self._training or trainer.training:
+                rank_zero_warn(
+                    f"{path} is saved inside an accumulation window; the gradients of {done} batches are lost."
+                )
+            return False
+        rank_zero_info(f"{path} is saved when the accumulation window ends; {done} batches of it are done.")
+        self._waiting[path] = "optimizer_states" not in checkpoint, storage_options
+        return True
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._training = True
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if self._waiting and not trainer.fit_loop.epoch_loop._should_accumulate():
+            self._save(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._training = False
+        self._save(trainer)
+
+    def on_exception(self, *_: Any) -> None:
+        self._training = False
+        self._waiting.clear()
+
+    def _save(self, trainer: L.Trainer) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for path, (weights_only, storage_options) in waiting.items():
+            trainer.save_checkpoint(path, weights_only, storage_options)

@@ -1,0 +1,149 @@
+"""Checkpoints below URLs that fsspec knows, and under odd names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import lightning as L
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from lightning.pytorch.callbacks import ModelCheckpoint
+from modules import Rows, TinyGPT
+from training import ordered, run, trainer_for, whole_weights
+
+from lightning_3d import Layout, ThreeDStrategy
+from lightning_3d.checkpoint import store
+from lightning_3d.checkpoint.places import Folder, Shelf, place
+from lightning_3d.errors import CheckpointError, ConfigError
+
+pytestmark = pytest.mark.distributed
+
+
+class LocalShelf(LocalFileSystem):
+    """Files of this machine under a protocol of their own, so that several processes share a store without renames."""
+
+    protocol = "shelf"
+    tokens: list[Any] = []
+
+    def __init__(self, token: str | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.tokens.append(token)
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> str:
+        return LocalFileSystem._strip_protocol(str(path).removeprefix("shelf://"))
+
+
+fsspec.register_implementation("shelf", LocalShelf, clobber=True)
+
+
+def save(path: Any, value: float, step: int = 1) -> None:
+    state = {"weight": torch.full((3,), value), "lr": value}
+    store.save(path, state, extra={"note": value}, rank_state={"own": value}, summary={"global_step": step})
+
+
+def value_at(path: Any) -> float:
+    state: dict[str, Any] = {"weight": torch.zeros(3), "lr": None}
+    store.load_tensors(path, state)
+    value = float(state["lr"])
+    assert torch.equal(state["weight"], torch.full((3,), value)) and store.load_extra(path) == {"note": value}
+    assert store.load_rank_state(path, rank=0) == {"own": value} and store.load_rank_state(path, rank=1) is None
+    return value
+
+
+@pytest.fixture(params=["memory", "shelf", "file", "plain"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    base = f"{tmp_path}/runs of mine/a + b"
+    return {"plain": base, "memory": f"memory:/{base}"}.get(request.param, f"{request.param}://{base}")
+
+
+def test_checkpoint_is_saved_replaced_listed_and_removed(url: str) -> None:
+    assert not store.is_committed(f"{url}/step=1.ckpt")
+    save(f"{url}/step=1.ckpt", 1.0)
+    save(f"{url}/step=2.ckpt", 2.0, 2)
+    for value in (3.0, 4.0, 5.0):
+        save(f"{url}/step=1.ckpt", value)
+        assert value_at(f"{url}/step=1.ckpt") == value
+    assert value_at(f"{url}/step=2.ckpt") == 2.0
+    names = [path.rpartition("/")[2] for path in place(f"{url}/any").beside()]
+    assert names == ["step=1.ckpt", "step=2.ckpt"]
+    with pytest.raises(CheckpointError, match=r"step=3.ckpt does not exist. Whole .*step=1.ckpt, .*step=2.ckpt"):
+        store.require_committed(f"{url}/step=3.ckpt")
+    store.remove(f"{url}/step=1.ckpt")
+    assert not store.is_committed(f"{url}/step=1.ckpt") and store.is_committed(f"{url}/step=2.ckpt")
+    store.remove(f"{url}/step=1.ckpt")
+
+
+def test_a_save_that_fails_below_a_url_keeps_the_former(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"shelf://{tmp_path}/last.ckpt"
+    save(url, 1.0)
+    real, calls, broken = LocalShelf._open, [], [0]
+
+    def failing(self: Any, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        if "r" not in mode:
+            calls.append(path)
+            if len(calls) == broken[0]:
+                raise OSError(28, "No space left on device")
+        return real(self, path, mode, **kwargs)
+
+    monkeypatch.setattr(LocalShelf, "_open", failing)
+    save(url, 1.0)
+    count = len(calls)
+    assert count >= 5 and calls[-1].endswith("checkpoint.json")
+    for number in range(1, count + 1):
+        calls.clear()
+        broken[0] = number
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            save(url, 2.0)
+        assert value_at(url) == 1.0
+    broken[0] = 0
+    save(url, 3.0)
+    assert value_at(url) == 3.0
+    # Nothing is left of what failed.
+    assert len([path for path in Path(tmp_path, "last.ckpt").iterdir() if path.is_dir()]) == 1
+
+
+def test_kinds_of_places_and_wrong_ones(tmp_path: Path) -> None:
+    assert isinstance(place(tmp_path), Folder) and isinstance(place(f"file://{tmp_path}/a b"), Folder)
+    assert isinstance(place("memory://x"), Shelf) and str(place("memory://x/y/")) == "memory://x/y"
+    with pytest.raises(CheckpointError, match="nowhere://x: .*Give a local path"):
+        place("nowhere://x")
+    with pytest.raises(ConfigError, match="storage_options=.* are for URLs, but .* is a local path"):
+        place(tmp_path, storage_options={"token": 1})
+
+
+def fit(layout: str, folder: str, ckpt_path: str | None, steps: int) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    module = TinyGPT(lazy=True)
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=1, save_last=True)
+    strategy = ThreeDStrategy(
+        **Layout.parse(layout).as_dict(),
+        timeout_seconds=60,
+        storage_options={"token": "secret"} if folder.startswith("shelf") else None,
+    )
+    trainer = trainer_for(
+        layout, max_steps=steps, max_epochs=9, callbacks=[saver], enable_checkpointing=True, strategy=strategy
+    )
+    trainer.fit(module, ordered(Rows(), replicas=Layout.parse(layout).data), ckpt_path=ckpt_path)
+    there = sorted(path.rpartition("/")[2] for path in place(f"{folder}/any").beside())
+    return {"weights": whole_weights(module), "there": there, "tokens": LocalShelf.tokens[:]}
+
+
+def twice(layout: str, folder: str) -> Any:
+    fit(layout, folder, None, 4)
+    return fit(layout, folder, "last", 6)
+
+
+@pytest.mark.parametrize(("layout", "protocol"), [("single", "memory:/"), ("zero3x2", "shelf://"), ("tp2-pp2", "")])
+def test_training_saves_and_resumes_below_a_url(tmp_path: Path, layout: str, protocol: str) -> None:
+    whole = run(layout, fit, str(tmp_path / "whole"), None, 6)
+    # One process, since what is in memory ends with it; a second Trainer otherwise too.
+    got = run(layout, twice, f"{protocol}{tmp_path}/with a space")
+    for rank, expected in zip(got, whole, strict=True):
+        assert rank["there"] == ["last.ckpt", "step=6.ckpt"]
+        assert all(torch.equal(value, expected["weights"][name]) for name, value in rank["weights"].items())
+    if protocol == "shelf://":
+        assert "secret" in got[0]["tokens"]

@@ -1,0 +1,146 @@
+"""Learning rates, groups and frozen layers go on after a resume as if the run had not stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader
+from training import run, trainer_for, whole, whole_weights
+
+from lightning_3d import Layout
+
+pytestmark = pytest.mark.distributed
+
+
+class Net(L.LightningModule):
+    """Linears, whose parameters and biases are groups of their own."""
+
+    def __init__(self, schedule: str = "none", interval: str = "step") -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU())
+        self.head = nn.Linear(8, 2)
+        self.schedule, self.interval = schedule, interval
+        self.rates: dict[int, list[float]] = {}
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        optimizer = self.trainer.optimizers[0]
+        self.rates[self.trainer.global_step] = [group["lr"] for group in optimizer.param_groups]
+        return self.head(self.body(batch)).square().mean()
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.head(self.body(batch)).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        groups = [{"params": [p for p in trained if p.dim() > 1]}, {"params": [p for p in trained if p.dim() < 2]}]
+        optimizer = torch.optim.AdamW([{**groups[0], "lr": 1e-2}, {**groups[1], "lr": 1e-3, "weight_decay": 0.3}])
+        if self.schedule == "none":
+            return optimizer
+        if self.schedule == "multistep":
+            scheduler: Any = lr_scheduler.MultiStepLR(optimizer, [2, 5, 6], 0.5)
+        elif self.schedule == "onecycle":
+            scheduler = lr_scheduler.OneCycleLR(optimizer, [1e-2, 1e-3], total_steps=20)
+        else:
+            warmup = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+            cosine = lr_scheduler.CosineAnnealingLR(optimizer, 12)
+            scheduler = lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [3])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+
+
+class SaveEachStep(L.Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"step-{trainer.global_step}.ckpt")
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"epoch-{trainer.global_step}.ckpt")
+
+    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"validation-{trainer.global_step}.ckpt")
+
+
+def loader(layout: str) -> DataLoader:
+    data = torch.randn(24, 4, generator=torch.Generator().manual_seed(3))
+    return DataLoader(data, batch_size=8 // Layout.parse(layout).data)
+
+
+def rates(layout: str, folder: Path, schedule: str, interval: str, every: int) -> list[str]:
+    """Where the rates of a resumed run differ from those of the undisturbed one."""
+
+    def fit(ckpt_path: Path | None) -> dict[int, list[float]]:
+        L.seed_everything(1, verbose=False)
+        module = Net(schedule, interval)
+        callbacks = [] if ckpt_path else [SaveEachStep(folder)]
+        trainer = trainer_for(layout, max_epochs=5, check_val_every_n_epoch=every, callbacks=callbacks)
+        trainer.fit(module, loader(layout), loader(layout), ckpt_path=ckpt_path)
+        return module.rates
+
+    expected = fit(None)
+    assert len(expected) == 15 and len({tuple(rate) for rate in expected.values()}) > 1
+    wrong = []
+    for path in sorted(folder.glob("*.ckpt")):
+        step = int(path.stem.partition("-")[2])
+        if step < 15 and (step in (2, 3, 4, 6, 11)):
+            got = fit(path)
+            if got != {number: rate for number, rate in expected.items() if number >= step}:
+                wrong.append(f"{path.stem}: {got}")
+    return wrong
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+@pytest.mark.parametrize("schedule", ["multistep", "warmup_cosine", "onecycle"])
+def test_learning_rates_go_on_exactly(tmp_path: Path, schedule: str, interval: str, every: int) -> None:
+    assert run("single", rates, tmp_path, schedule, interval, every) == [[]]
+
+
+class Unfreeze(BaseFinetuning):
+    """The body joins at epoch 1, with options of its own."""
+
+    def freeze_before_training(self, module: L.LightningModule) -> None:
+        self.freeze(module.body)
+
+    def finetune_function(self, module: L.LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == 1:
+            self.make_trainable(module.body)
+            optimizer.add_param_group({"params": list(module.body.parameters()), "lr": 5e-3, "weight_decay": 0.2})
+
+
+def unfrozen(layout: str, folder: Path, ckpt_path: Path | None, epochs: int) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    module = Net()
+    trainer = trainer_for(layout, max_epochs=epochs, callbacks=[Unfreeze()], precision="64-true")
+    trainer.fit(module, loader(layout), ckpt_path=ckpt_path)
+    if ckpt_path is None:
+        trainer.save_checkpoint(folder / f"after{epochs}.ckpt")
+    optimizer = trainer.optimizers[0]
+    names = {p: name for name, p in module.named_parameters()}
+    return {
+        "trained": {name: p.requires_grad for name, p in module.named_parameters()},
+        "groups": [(g["lr"], g["weight_decay"], [names[p] for p in g["params"]]) for g in optimizer.param_groups],
+        "moments": {f"{names[p]} {k}": whole(v) for p, e in optimizer.state.items() for k, v in e.items()},
+        "weights": whole_weights(module),
+    }
+
+
+@pytest.mark.parametrize("layout", ["zero1x2", "zero3x2", "tp2"])
+def test_layers_unfrozen_before_the_stop_stay_so(tmp_path: Path, layout: str) -> None:
+    stopped = run(layout, unfrozen, tmp_path, None, 2)
+    expected = run(layout, unfrozen, tmp_path, None, 4)
+    resumed = run(layout, unfrozen, tmp_path, tmp_path / "after2.ckpt", 4)
+    for before, got, whole_run in zip(stopped, resumed, expected, strict=True):
+        assert all(got["trained"].values()) and got["trained"] == whole_run["trained"]
+        assert len(got["groups"]) == 3 and got["groups"] == whole_run["groups"]
+        for part in ("moments", "weights"):
+            assert got[part].keys() == whole_run[part].keys()
+            assert all(torch.equal(got[part][name], whole_run[part][name]) for name in got[part]), part
+        assert not torch.equal(got["weights"]["body.0.weight"], before["weights"]["body.0.weight"])
