@@ -29,9 +29,13 @@ from lightning_3d.errors import ModelError
 from lightning_3d.parallel.cursor import Stage, StageDone
 from lightning_3d.parallel.share import Share
 from lightning_3d.parallel.stages import SplitModule
+from lightning_3d.whereabouts import HERE
 
 # The user's step for one micro-batch: the loss on the last stage (any tensor where nothing is trained).
 Step = Callable[[int], torch.Tensor]
+
+# In the errors that torch's stages raise from a step's own.
+_WRAPPED = ("failed to run forward", "failed to run stage backward")
 
 # Stages that each rank has, where a schedule interleaves them.
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved1f1b": 2}
@@ -121,7 +125,7 @@ class Pipeline:
             with self._random_streams():
                 self._schedules[plan].step(index=indices, return_outputs=False, **targets)
         except RuntimeError as error:
-            if error.__cause__ is not None and "failed to run forward" in str(error):
+            if error.__cause__ is not None and any(text in str(error).lower() for text in _WRAPPED):
                 # The user's own, or one of ours that says what to do.
                 raise error.__cause__ from None
             raise
@@ -208,10 +212,12 @@ class _StageModule(nn.Module):
         super().__init__()
         # Not as a submodule: torch's stage would take the share's module for its own to reduce.
         self._run = partial(share.run, pipeline.serve, stage)
+        self._index = stage.index
         self._sends = None if stage.last else plan.wires[stage.index]
         self._loss_dtype = plan.loss_dtype
 
     def forward(self, *wire: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        HERE.act("forward", stage=self._index, microbatch=int(index))
         result = self._run(wire[0] if wire else None, int(index))
         if self._sends is None:
             return result.to(self._loss_dtype)
@@ -254,6 +260,20 @@ class _TorchStage(PipelineStage):
         )
         self._pipeline = pipeline
         self._share = share
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+        if not self.is_first:
+            HERE.act("input", stage=self.stage_index, microbatch=fwd_chunk_id, awaits=self.stage_index - 1)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        if not self.is_last:
+            HERE.act("gradient", stage=self.stage_index, microbatch=bwd_chunk_id, awaits=self.stage_index + 1)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        HERE.act("backward", stage=self.stage_index, microbatch=bwd_chunk_id)
+        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict, last_backward: bool = False) -> Any:
         # Micro-batches of a pipeline are to ZeRO what batches of an accumulation window are.

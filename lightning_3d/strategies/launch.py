@@ -1,9 +1,7 @@
-"""Starts the ranks of a job on one machine: forks of this process, a command once per rank, or the script once more."""
+"""Starts the ranks of a job on one machine: forks of this process, or a command once per rank."""
 
 from __future__ import annotations
 
-import atexit
-import builtins
 import os
 import pickle
 import random
@@ -12,23 +10,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
-
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from lightning_3d.errors import LaunchError
 from lightning_3d.strategies import supervise
 from lightning_3d.strategies.supervise import Failure, ForkedProcess
 
 T = TypeVar("T")
-
-# How long rank 0 of a script, itself done, waits for the others; and for its own end after another rank has failed.
-EXIT_SECONDS = 60.0
-UNWIND_SECONDS = 5.0
 
 _LAST_LINES = 30
 
@@ -113,7 +104,7 @@ def fork_ranks(
         finally:
             supervise.end(children, grace_seconds=0.0)
         if failure is not None:
-            raise LaunchError(f"rank {failure.rank} of {world_size} {failure.reason}\n{failure.traceback}".rstrip())
+            raise LaunchError(f"{failure.sentence(world_size)}\n{failure.traceback}".rstrip())
         return [pickle.loads(path.read_bytes()) for path in results]
 
 
@@ -188,7 +179,7 @@ def start_ranks(
             return 128 + stopped_by[0]
         if failure is None:
             return 0
-        _tell(failure, world_size=world_size, log=logs / f"rank-{failure.rank}.log" if failure.rank else None)
+        tell(failure, world_size=world_size, log=logs / f"rank-{failure.rank}.log" if failure.rank else None)
         return failure.exit_code
 
 
@@ -206,8 +197,8 @@ def _output_of(rank: int, folder: Path) -> Any:
     return (folder / f"rank-{rank}.log").open("ab") if rank else _Inherited()
 
 
-def _tell(failure: Failure, *, world_size: int, log: Path | None) -> None:
-    print(f"rank {failure.rank} of {world_size} {failure.reason}; the other ranks were ended.", file=sys.stderr)
+def tell(failure: Failure, *, world_size: int, log: Path | None) -> None:
+    print(f"{failure.sentence(world_size)}. The other ranks were ended.", file=sys.stderr)
     if log is not None and log.exists():
         lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
         print(f"the end of what rank {failure.rank} printed ({log}):", *lines, sep="\n  ", file=sys.stderr)
@@ -217,166 +208,3 @@ def _tell(failure: Failure, *, world_size: int, log: Path | None) -> None:
 def _check_world_size(world_size: int) -> None:
     if not isinstance(world_size, int) or world_size < 1:
         raise LaunchError(f"world_size={world_size!r} is no number of processes. Give a whole number from 1 on.")
-
-
-class ScriptLauncher(_Launcher):
-    """Makes this process rank 0, and starts ranks 1 to N-1 by running its script once more for each.
-
-    It does so at the first `launch` of the process only: the copies come to the same calls by themselves.
-
-    Args:
-        cluster_environment: Lightning's; where it has processes created by others (torchrun, SLURM), none are started.
-        num_processes: on this machine.
-        num_nodes: of the job.
-
-    Raises:
-        LaunchError: processes are needed and there is no script to run again (a notebook, ``python -c``, standard
-            input), or the script has started another number of processes before.
-    """
-
-    # Of this process, not of one launcher: a second Trainer finds the ranks that the first one started.
-    _children: list[subprocess.Popen] = []
-    _failed = False
-
-    def __init__(self, cluster_environment: Any, num_processes: int, num_nodes: int = 1) -> None:
-        super().__init__()
-        self.cluster_environment = cluster_environment
-        self.num_processes = num_processes
-        self.num_nodes = num_nodes
-        started = os.environ.get("LOCAL_WORLD_SIZE") if supervise.REPORT_VARIABLE in os.environ else None
-        if started is not None and int(started) != num_processes:
-            raise LaunchError(
-                f"this script runs in {started} processes already, and a Trainer asks for devices={num_processes}. "
-                f"Set devices={started} in every Trainer of a script, or put the other run into a script of its own."
-            )
-        if num_processes > 1 and not cluster_environment.creates_processes_externally:
-            script_command()
-
-    @property
-    def is_interactive_compatible(self) -> bool:
-        # The constructor refuses notebooks itself, with advice that fits.
-        return True
-
-    def launch(self, function: Callable[..., T], *args: Any, trainer: Any = None, **kwargs: Any) -> T:
-        """Start the other ranks if nobody has, then call ``function(*args, **kwargs)``."""
-        environment = self.cluster_environment
-        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        if self.num_processes > 1 and not environment.creates_processes_externally:
-            self._start_children()
-        try:
-            with supervise.report_errors():
-                return function(*args, **kwargs)
-        except BaseException:
-            ScriptLauncher._failed = True
-            raise
-
-    def kill(self, signum: int) -> None:
-        for child in ScriptLauncher._children:
-            if child.poll() is None:
-                child.send_signal(signum)
-
-    def _start_children(self) -> None:
-        command = script_command()
-        if "MASTER_PORT" not in os.environ:
-            os.environ["MASTER_PORT"] = str(free_port())
-        # The environment has the last word: it may have settled on a port before.
-        address, port = self.cluster_environment.main_address, self.cluster_environment.main_port
-        folder = tempfile.TemporaryDirectory(prefix="lightning-3d-")
-        reports = [Path(folder.name, f"rank-{rank}.error") for rank in range(self.num_processes)]
-        node = self.cluster_environment.node_rank()
-        variables: list[dict[str, str]] = []
-        for local in range(self.num_processes):
-            own = rank_environment(local, world_size=self.num_processes, address=address, port=port)
-            own["RANK"] = str(node * self.num_processes + local)
-            own["WORLD_SIZE"] = str(self.num_nodes * self.num_processes)
-            own["NODE_RANK"] = str(node)
-            own[supervise.REPORT_VARIABLE] = str(reports[local])
-            variables.append(own)
-        for own in variables[1:]:
-            ScriptLauncher._children.append(
-                subprocess.Popen(command, env={**os.environ, **own}, preexec_fn=supervise.die_with_parent)
-            )
-        threads_were_set = "OMP_NUM_THREADS" in os.environ
-        os.environ.update(variables[0])
-        if not threads_were_set and "torch" in sys.modules:
-            sys.modules["torch"].set_num_threads(int(variables[0]["OMP_NUM_THREADS"]))
-        done = threading.Event()
-        watch = threading.Thread(target=_watch_children, args=(ScriptLauncher._children, reports, done), daemon=True)
-        watch.start()
-        _fail_on_uncaught_exceptions()
-        atexit.register(_end_script, ScriptLauncher._children, reports, done, folder)
-
-
-def script_command() -> list[str]:
-    """The command that runs this process's script once more.
-
-    Raises:
-        LaunchError: there is no script.
-    """
-    main = sys.modules["__main__"]
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    spec = getattr(main, "__spec__", None)
-    if spec is not None and spec.name != "__main__":
-        return [sys.executable, *flags, "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
-    file = getattr(main, "__file__", None)
-    interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive) or hasattr(builtins, "get_ipython")
-    if interactive or file is None or not Path(file).is_file():
-        where = "a notebook or an interactive session" if interactive else "`python -c` or standard input"
-        raise LaunchError(
-            f"this program comes from {where}, so there is no script that further processes could run. Save it as a "
-            f"file and run that (alone, or with torchrun), use `lightning-3d train`, or set Trainer(devices=1)."
-        )
-    return [sys.executable, *flags, str(Path(file).absolute()), *sys.argv[1:]]
-
-
-def _fail_on_uncaught_exceptions() -> None:
-    before = sys.excepthook
-
-    def note(*exception: Any) -> None:
-        ScriptLauncher._failed = True
-        before(*exception)
-
-    sys.excepthook = note
-
-
-def _watch_children(children: list[subprocess.Popen], reports: list[Path], done: threading.Event) -> None:
-    """In rank 0: when another rank fails, say so and end the job, also when this rank hangs in a collective."""
-    while not done.wait(supervise.POLL_SECONDS * 4):
-        if any(child.poll() for child in children) or any(report.exists() for report in reports[1:]):
-            time.sleep(supervise.SETTLE_SECONDS)
-            failure = _failure_of_children(children, reports)
-            if failure is None or done.is_set():
-                continue
-            if not reports[0].exists() or failure.rank:
-                _tell(failure, world_size=len(reports), log=None)
-            supervise.end(children, grace_seconds=supervise.FAILURE_GRACE_SECONDS)
-            # This rank's own complaint about lost connections comes now, and lets loggers close.
-            if not done.wait(UNWIND_SECONDS):
-                os._exit(failure.exit_code)
-            return
-
-
-def _failure_of_children(children: list[subprocess.Popen], reports: list[Path]) -> Failure | None:
-    return supervise.first_failure([None, *(child.poll() for child in children)], report_paths=reports)
-
-
-def _end_script(
-    children: list[subprocess.Popen], reports: list[Path], done: threading.Event, folder: tempfile.TemporaryDirectory
-) -> None:
-    """At rank 0's end: let the others finish, but leave none behind and end with an error if one of them did."""
-    failed = ScriptLauncher._failed
-    finished = supervise.wait_all(children, seconds=supervise.FAILURE_GRACE_SECONDS if failed else EXIT_SECONDS)
-    done.set()
-    failure = _failure_of_children(children, reports)
-    supervise.end(children, grace_seconds=supervise.FAILURE_GRACE_SECONDS)
-    folder.cleanup()
-    if failed:
-        return
-    if failure is not None:
-        _tell(failure, world_size=len(reports), log=None)
-    elif not finished:
-        print(f"other ranks still ran {EXIT_SECONDS:.0f} s after rank 0 had ended; they were ended.", file=sys.stderr)
-    if failure is not None or not finished:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(failure.exit_code if failure else 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
 from lightning_3d.parallel.mesh import build_mesh, data_parallel_group
-from lightning_3d.strategies.launch import ScriptLauncher
+from lightning_3d.strategies.script_launcher import ScriptLauncher
+from lightning_3d.strategies.watched_run import WatchedRun
+from lightning_3d.whereabouts import HERE
 
 
 class MeshStrategy(ParallelStrategy):
@@ -31,7 +34,8 @@ class MeshStrategy(ParallelStrategy):
     Args:
         layout: sizes of the axes, not yet resolved.
         process_group_backend: None takes nccl for CUDA and gloo for the CPU.
-        timeout_seconds: after which a rank that waits for another gives up.
+        timeout_seconds: after which the job ends where a rank waits for another, or a step gets no further; the
+            report of it names the rank that holds up the others.
 
     Raises:
         LayoutError: when the Trainer is built, before any process starts.
@@ -46,6 +50,7 @@ class MeshStrategy(ParallelStrategy):
         self._layout = layout
         self._process_group_backend = process_group_backend
         self._timeout = timedelta(seconds=timeout_seconds)
+        self._run: WatchedRun | None = None
         self._mesh: DeviceMesh | None = None
         self.num_nodes = 1
 
@@ -70,6 +75,10 @@ class MeshStrategy(ParallelStrategy):
     @property
     def data_parallel_rank(self) -> int:
         return dist.get_group_rank(data_parallel_group(self.mesh), dist.get_rank())
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        return self.mesh.get_local_rank("pp")
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -102,6 +111,7 @@ class MeshStrategy(ParallelStrategy):
         self._launcher = ScriptLauncher(environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
+        HERE.enter("setup")
         super().setup_environment()
         assert self.cluster_environment is not None and self.lightning_module is not None
         reset_seed()
@@ -109,9 +119,31 @@ class MeshStrategy(ParallelStrategy):
         device = self.root_device
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(device)
         device_id = None if device.type == "cpu" else device
-        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
+        # The watchdog comes first, and says more than a collective that gives up.
+        timeout = self._timeout + timedelta(seconds=30)
+        _init_dist_connection(self.cluster_environment, backend, timeout=timeout, device_id=device_id)
         if self._mesh is None:
             self._mesh = build_mesh(self.layout, device=device)
+        if dist.get_world_size() > 1:
+            assert isinstance(self._launcher, ScriptLauncher)
+            self._run = WatchedRun(
+                self.lightning_module.trainer,
+                self._launcher,
+                mesh=self.mesh,
+                layout=self.layout,
+                timeout_seconds=self._timeout.total_seconds(),
+            )
+
+    def _begin_step(self, step: str, args: Sequence[Any]) -> None:
+        """A `training_step` or its like begins; where all ranks are to stop, this raises."""
+        batch = args[1] if len(args) > 1 and isinstance(args[1], int) else 0
+        HERE.enter(step.removesuffix("_step"), batch=batch)
+        if self._run is not None:
+            self._run.begin_step(step)
+
+    def _end_step(self) -> None:
+        """What comes now may take its time: callbacks, loggers."""
+        HERE.enter("callbacks after a step")
 
     # ------------------------------------------------------------------ talking
 
@@ -148,6 +180,9 @@ class MeshStrategy(ParallelStrategy):
     def teardown(self) -> None:
         # The base class would move the model to the CPU, away from what shards it.
         assert self.cluster_environment is not None and self.accelerator is not None
+        HERE.enter("teardown")
+        if self._run is not None:
+            self._run.unwound()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from lightning_3d.strategies.board import Board, told
+from lightning_3d.whereabouts import HERE
+
 # Where a rank writes what it died of, so that the cause is known before its peers' complaints about lost connections.
 REPORT_VARIABLE = "LIGHTNING_3D_REPORT"
 
@@ -23,8 +26,11 @@ POLL_SECONDS = 0.05
 SETTLE_SECONDS = 0.5
 # For peers of a failed rank: they hang in a collective, and have nothing left to save.
 FAILURE_GRACE_SECONDS = 3.0
-# For ranks that are asked to stop: they may want to write a checkpoint.
-STOP_GRACE_SECONDS = 30.0
+# For ranks that are asked to stop: they finish a step, and may want to write a checkpoint. A second signal is quicker.
+STOP_GRACE_SECONDS = 120.0
+
+# Of an error, in one line; its traceback has all of it.
+_LONGEST_LINE = 1000
 
 _PR_SET_PDEATHSIG = 1
 
@@ -48,12 +54,19 @@ class Failure:
         exit_code: as a shell tells it: 128 + n for signal n.
         reason: one line: what it raised, which signal killed it, or its exit code.
         traceback: of the exception; empty where it left none.
+        where: what it was in, or was last seen in, in words; empty where nobody knows.
     """
 
     rank: int
     exit_code: int
     reason: str
     traceback: str = ""
+    where: str = ""
+
+    def sentence(self, world_size: int) -> str:
+        """What happened, where, in one line without an end."""
+        text = f"rank {self.rank} of {world_size} {self.reason}"
+        return f"{text}; {self.where}" if self.where else text
 
 
 class ForkedProcess:
@@ -117,18 +130,43 @@ def first_failure(codes: Sequence[int | None], *, report_paths: Sequence[Path]) 
     """Which rank failed first, or None while none has; `codes` are exit codes, None for ranks that run.
 
     A rank that a signal killed is a cause and never an effect (peers only raise); after it counts the earliest report.
+    But what the watchdogs say of a hang goes first: they kill a stopped rank themselves.
     """
+    boards = [_board_of(path) for path in report_paths]
+    hung = any(board.said("verdict") is not None for board in boards)
     for rank, code in enumerate(codes):
-        if code is not None and code < 0:
-            return Failure(rank, 128 - code, f"was killed by {_signal_name(-code)}")
+        if code is not None and code < 0 and not hung:
+            return Failure(rank, 128 - code, f"was killed by {_signal_name(-code)}", where=_where(boards[rank], rank))
     reports = [(rank, report) for rank, path in enumerate(report_paths) if (report := _read_report(path))]
     if reports:
         rank, report = min(reports, key=lambda pair: pair[1]["time"])
-        return Failure(rank, codes[rank] or 1, f"raised {report['error']}", report["traceback"])
+        reason = f"reports {report['error']}" if hung else f"raised {report['error']}"
+        where = "" if hung else _where(boards[rank], rank, now=report.get("where", ""))
+        return Failure(rank, codes[rank] or 1, reason, report["traceback"], where)
     for rank, code in enumerate(codes):
         if code:
-            return Failure(rank, code, f"ended with exit code {code}")
+            return Failure(rank, code, f"ended with exit code {code}", where=_where(boards[rank], rank))
     return None
+
+
+def _board_of(report: Path) -> Board:
+    """The board of the newest run of a job whose reports are in this folder; see `board_of_run`."""
+    runs = sorted(report.parent.glob("run-*"))
+    return Board(runs[-1] if runs else report.parent)
+
+
+def board_of_run(folder: Path, number: int) -> Board:
+    """The board of the run (fit, validate, ...) of this number in a script."""
+    return Board(folder / f"run-{number:04d}")
+
+
+def _where(board: Board, rank: int, *, now: str = "") -> str:
+    """What a rank was in, with its place in the mesh; `now` is newer than its last post."""
+    post = board.read(rank)
+    if not now and post is None:
+        return ""
+    text = f"it was in {now}" if now or post is None else f"last seen in {post.where}"
+    return f"{text}{told(post.coordinates)}" if post else text
 
 
 def end(processes: Sequence[Process], *, grace_seconds: float) -> None:
@@ -191,17 +229,32 @@ def stopping_on_signals(processes: Sequence[Process]) -> Iterator[list[int]]:
 @contextlib.contextmanager
 def report_errors(path: str | os.PathLike[str] | None = None) -> Iterator[None]:
     """Write an exception that passes through to the report that the supervisor of this rank reads, and let it pass."""
-    target = path or os.environ.get(REPORT_VARIABLE)
     try:
         yield
     except Exception as error:
-        if target:
-            summary = traceback.format_exception_only(error)[-1].strip()
-            report = {"time": time.monotonic(), "error": summary, "traceback": traceback.format_exc()}
-            partial = Path(f"{target}.partial")
+        # Where one block lies in another, the inner one has told it.
+        if not getattr(error, "_lightning_3d_reported", False):
+            with contextlib.suppress(AttributeError):
+                error._lightning_3d_reported = True  # type: ignore[attr-defined]
+            write_report(_one_line(error), traceback.format_exc(), path=path)
+        raise
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(traceback.format_exception_only(error)[-1].split())
+    return text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]} ..."
+
+
+def write_report(summary: str, details: str = "", *, path: str | os.PathLike[str] | None = None) -> None:
+    """Say what this rank dies of: to its supervisor, if a process of ours started it, and to the other ranks."""
+    HERE.failure = HERE.failure or summary
+    target = path or os.environ.get(REPORT_VARIABLE)
+    if target:
+        report = {"time": time.monotonic(), "error": summary, "traceback": details, "where": HERE.describe()}
+        partial = Path(f"{target}.partial")
+        with contextlib.suppress(FileNotFoundError):
             partial.write_text(json.dumps(report))
             partial.replace(target)
-        raise
 
 
 def _read_report(path: Path) -> dict | None:

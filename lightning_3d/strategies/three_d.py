@@ -40,7 +40,7 @@ class ThreeDStrategy(FeedingStrategy):
         data_parallel_size, data_parallel_replicas, tensor_parallel_size, pipeline_parallel_size, zero_stage, schedule,
         num_microbatches: as in `Layout`.
         process_group_backend: None takes nccl for CUDA and gloo for the CPU.
-        timeout_seconds: after which a rank that waits for another gives up.
+        timeout_seconds: after which the job ends where a rank waits for another, or a step gets no further.
         loss_parallel: under tensor parallelism, keep logits split over the vocabulary: `F.cross_entropy` then runs on
             the parts, and anything else gathers them.
         sequence_parallel: under tensor parallelism, blocks work on parts of the sequence where no layer is split.
@@ -212,6 +212,7 @@ class ThreeDStrategy(FeedingStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
+        self._begin_step("training_step", args)
         self._before_step()
         if self._pipelined is not None:
             return self._train_pipelined(self._pipelined, args)
@@ -252,6 +253,7 @@ class ThreeDStrategy(FeedingStrategy):
         return self._evaluate(function, self.precision_plugin.forward_context, args)
 
     def _evaluate(self, function: Callable[..., Any], context: Context, args: tuple[Any, ...]) -> Any:
+        self._begin_step(function.__name__, args)
         with _no_grad():
             if self._pipelined is not None:
                 return self._pipelined.evaluate(function, args, context=context)
@@ -295,6 +297,7 @@ class ThreeDStrategy(FeedingStrategy):
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.share.reshard()
         self.share.refresh()
+        self._end_step()
         return result
 
     def gradient_norm(self, norm_type: float = 2.0) -> Tensor:

@@ -1,0 +1,115 @@
+"""A folder in which every rank of a machine tells where it is; it can be read when a rank, or all of them, hang.
+
+rank-N.where      what rank N's watchdog wrote last
+rank-N.error      what it died of, where a process of ours started it (see `supervise`)
+NAME              said once for all: `hang`, `verdict`, `stop`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Post:
+    """What a rank says of itself.
+
+    Args:
+        time: of the post, in seconds since the epoch.
+        coordinates: in the mesh, by axis, where there is more than one place on it.
+        where: phase, batch and action, in words.
+        place: the line of the user's code that it is in.
+        still_seconds: since the main thread got on.
+        waiting: whether the main thread waits for other ranks.
+        awaits: ranks that a pipeline's action needs.
+        sequence: collectives begun, by group; a member whose number is lower has not come to the last one.
+        failure: what its run died of, in one line.
+        done: its run has ended, well or as agreed.
+        host: the machine; others cannot see its processes.
+        vote: see `AgreedStop`.
+    """
+
+    rank: int
+    pid: int
+    time: float
+    coordinates: Mapping[str, int] = field(default_factory=dict)
+    where: str = ""
+    place: str = ""
+    still_seconds: float = 0.0
+    waiting: bool = False
+    awaits: tuple[int, ...] = ()
+    sequence: Mapping[str, int] = field(default_factory=dict)
+    failure: str = ""
+    done: bool = False
+    vote: int | None = None
+    host: str = ""
+
+    @property
+    def name(self) -> str:
+        """
+        >>> Post(rank=2, pid=1, time=0.0, coordinates={"stage": 1, "data": 0}).name
+        'rank 2 (stage 1, data 0)'
+        """
+        return f"rank {self.rank}{told(self.coordinates)}"
+
+
+def told(coordinates: Mapping[str, int]) -> str:
+    """Coordinates in words, with a space before; nothing where there are none."""
+    return f" ({', '.join(f'{axis} {place}' for axis, place in coordinates.items())})" if coordinates else ""
+
+
+class Board:
+    """The folder.
+
+    Args:
+        folder: of the job, seen by all its ranks on this machine.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def post(self, post: Post) -> None:
+        self._write(f"rank-{post.rank}.where", json.dumps(asdict(post)))
+
+    def read(self, rank: int) -> Post | None:
+        text = self.said(f"rank-{rank}.where")
+        if text is None:
+            return None
+        values: dict[str, Any] = json.loads(text)
+        return Post(**{**values, "awaits": tuple(values["awaits"])})
+
+    def read_all(self, world_size: int) -> dict[int, Post]:
+        return {rank: post for rank in range(world_size) if (post := self.read(rank)) is not None}
+
+    def claim(self, name: str, text: str = "") -> bool:
+        """Say something if nobody has; whether this was the first."""
+        partial = self.folder / f".{name}.{os.getpid()}"
+        with contextlib.suppress(FileNotFoundError):
+            partial.write_text(text)
+            try:
+                # Whole and only once: a link, unlike a rename, does not replace.
+                os.link(partial, self.folder / name)
+                return True
+            except FileExistsError:
+                return False
+            finally:
+                partial.unlink()
+        return False
+
+    def said(self, name: str) -> str | None:
+        with contextlib.suppress(FileNotFoundError):
+            return (self.folder / name).read_text()
+        return None
+
+    def _write(self, name: str, text: str) -> None:
+        partial = self.folder / f".{name}.partial"
+        # The folder goes when the job ends.
+        with contextlib.suppress(FileNotFoundError):
+            partial.write_text(text)
+            partial.replace(self.folder / name)

@@ -1,0 +1,78 @@
+"""A small process that outlives rank 0 of a script: tells that it was killed, and ends the ranks that it started.
+
+The kernel ends those on Linux. But nobody would say why: rank 0 was their supervisor. This file is run by itself, with
+nothing but the standard library, so that it costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+# What rank 0 writes before it ends by itself.
+GOODBYE = b"."
+# For the kernel's own signal to arrive.
+_SECONDS = 0.5
+
+
+class Guardian:
+    """Starts the process, which watches this one.
+
+    Args:
+        children: pids of ranks 1 to N-1.
+        folder: where ranks post what they are in.
+    """
+
+    def __init__(self, children: Sequence[int], *, folder: Path) -> None:
+        reading, self._pipe = os.pipe()
+        arguments = [str(reading), str(folder), *map(str, children)]
+        subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, *arguments],
+            pass_fds=[reading],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            # Ctrl-C is for the ranks.
+            start_new_session=True,
+        )
+        os.close(reading)
+
+    def dismiss(self) -> None:
+        """This process ends by itself, and has ended the others."""
+        with contextlib.suppress(OSError):
+            os.write(self._pipe, GOODBYE)
+            os.close(self._pipe)
+
+
+def watch(pipe: int, folder: Path, children: Sequence[int]) -> None:
+    """Wait for the end of the parent, which holds the other end of `pipe`; so may forks of it, a loader's workers."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        if select.select([pipe], [], [], _SECONDS)[0]:
+            if os.read(pipe, 1) == GOODBYE:
+                return
+            break
+    posts = sorted(folder.glob("run-*/rank-0.where"))
+    known = (folder / "rank-0.error").exists() or any((post.parent / "verdict").exists() for post in posts)
+    last = json.loads(posts[-1].read_text()) if posts else {}
+    if not known:
+        # As the supervisors say it, of which this file may import nothing.
+        place = ", ".join(f"{axis} {number}" for axis, number in last.get("coordinates", {}).items())
+        where = f"; last seen in {last['where']}{f' ({place})' if place else ''}" if last else ""
+        told = f"rank 0 of {len(children) + 1} was killed{where}. The other ranks were ended."
+        print(told, file=sys.stderr, flush=True)
+    time.sleep(_SECONDS)
+    for child in children:
+        with contextlib.suppress(OSError):
+            os.kill(child, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    watch(int(sys.argv[1]), Path(sys.argv[2]), [int(pid) for pid in sys.argv[3:]])

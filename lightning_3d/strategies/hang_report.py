@@ -1,0 +1,94 @@
+"""Who waits for whom, from what the ranks posted: one plain summary of a hang."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightning_3d.strategies.board import Post
+
+# A watchdog posts twice a second, on a crowded machine less often.
+SILENT_SECONDS = 4.0
+
+
+def awaited(rank: int, posts: Mapping[int, Post]) -> list[int]:
+    """The ranks without which this one cannot go on; empty where it does not wait, or nobody is behind it.
+
+    A pipeline's action names the ranks that it needs. Else they are those that share a group with this rank and have
+    begun fewer collectives in it.
+    """
+    own = posts[rank]
+    if not own.waiting:
+        return []
+    behind = [
+        other
+        for other, post in sorted(posts.items())
+        if any(post.sequence[group] < number for group, number in own.sequence.items() if group in post.sequence)
+    ]
+    return behind or [other for other in own.awaits if other in posts]
+
+
+def silent(post: Post, *, now: float) -> bool:
+    """Whether nothing has been heard of a rank for too long: its process is stopped, or cannot run."""
+    return not post.done and now - post.time > SILENT_SECONDS
+
+
+def causes(posts: Mapping[int, Post], *, now: float) -> list[int]:
+    """The ranks that hold up the others: silent ones, else those that others wait for and that wait for nobody."""
+    lost = [rank for rank, post in sorted(posts.items()) if silent(post, now=now)]
+    if lost:
+        return lost
+    waited_for = {other for rank in posts for other in awaited(rank, posts)}
+    free = [rank for rank in sorted(waited_for) if not awaited(rank, posts)]
+    return free or [rank for rank, post in sorted(posts.items()) if not post.waiting]
+
+
+def headline(posts: Mapping[int, Post], *, timeout_seconds: float, now: float) -> str:
+    """One line: what happened, and whose fault it is."""
+    found = causes(posts, now=now)
+    if not found:
+        return f"all ranks wait for each other for {timeout_seconds:g} s: they have taken different ways"
+    told = []
+    for rank in found:
+        post = posts[rank]
+        if silent(post, now=now):
+            told.append(f"{post.name} has not been heard of for {now - post.time:.0f} s, since {post.where}")
+        else:
+            told.append(f"{post.name} is in {post.where}{_at(post)}")
+    return f"no progress for {timeout_seconds:g} s: {'; '.join(told)}"
+
+
+def summarise(
+    posts: Mapping[int, Post], *, world_size: int, timeout_seconds: float, now: float, details: str = ""
+) -> str:
+    """The whole summary: the headline, a line for each rank, and what to do.
+
+    Args:
+        details: where stacks are.
+    """
+    lines = [headline(posts, timeout_seconds=timeout_seconds, now=now) + "."]
+    for rank in range(world_size):
+        post = posts.get(rank)
+        if post is None:
+            lines.append(f"  rank {rank} has said nothing here; it may be on another machine.")
+            continue
+        others = awaited(rank, posts)
+        if silent(post, now=now):
+            state = "has not been heard of: its process is stopped, or something keeps Python from running"
+        elif others:
+            state = f"waits for {', '.join(f'rank {other}' for other in others)}"
+        elif post.waiting:
+            state = "waits, but nobody is behind it"
+        elif post.done:
+            state = "has finished"
+        else:
+            state = "does not wait for others: it computes, or waits for something else"
+        still = post.still_seconds + max(0.0, now - post.time)
+        lines.append(f"  {post.name}: {state}; {post.where} for {still:.0f} s{_at(post)}")
+    if details:
+        lines.append(f"  stacks of all ranks: {details}")
+    lines.append("  If this was no hang but slow work, set a longer timeout_seconds.")
+    return "\n".join(lines)
+
+
+def _at(post: Post) -> str:
+    return f", at {post.place}" if post.place else ""

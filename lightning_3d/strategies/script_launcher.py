@@ -1,0 +1,235 @@
+"""Starts the ranks of a script that builds a Trainer: this process is rank 0, the others run the script once more."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.utilities.exceptions import _TunerExitException
+
+from lightning_3d.errors import LaunchError
+from lightning_3d.strategies import supervise
+from lightning_3d.strategies.guardian import Guardian
+from lightning_3d.strategies.launch import free_port, rank_environment, tell
+from lightning_3d.strategies.supervise import Failure
+
+T = TypeVar("T")
+
+# How long rank 0 of a script, itself done, waits for the others.
+EXIT_SECONDS = 60.0
+# How long it may take for its own end once a rank has failed: callbacks, loggers, its complaint about lost connections.
+UNWIND_SECONDS = 10.0
+
+
+class ScriptLauncher(_Launcher):
+    """Makes this process rank 0, and starts ranks 1 to N-1 by running its script once more for each.
+
+    It does so at the first `launch` of the process only: the copies come to the same calls by themselves.
+
+    Args:
+        cluster_environment: Lightning's; where it has processes created by others (torchrun, SLURM), none are started.
+        num_processes: on this machine.
+        num_nodes: of the job.
+
+    Raises:
+        LaunchError: processes are needed and there is no script to run again (a notebook, ``python -c``, standard
+            input), or the script has started another number of processes before.
+    """
+
+    # Of this process, not of one launcher: a second Trainer finds the ranks that the first one started.
+    _children: list[subprocess.Popen] = []
+    _guardian: Guardian | None = None
+    _failed = False
+    _stopped = False
+    # The first, before its peers are ended and fail in their turn.
+    _failure: Failure | None = None
+
+    def __init__(self, cluster_environment: Any, num_processes: int, num_nodes: int = 1) -> None:
+        super().__init__()
+        self.cluster_environment = cluster_environment
+        self.num_processes = num_processes
+        self.num_nodes = num_nodes
+        # Whether the last function raised; and what the strategy does then, before Lightning unwinds, or else after it.
+        self.failed = False
+        self.on_failure: Callable[[BaseException], Any] = lambda error: None
+        self.on_success: Callable[[], Any] = lambda: None
+        started = os.environ.get("LOCAL_WORLD_SIZE") if supervise.REPORT_VARIABLE in os.environ else None
+        if started is not None and int(started) != num_processes:
+            raise LaunchError(
+                f"this script runs in {started} processes already, and a Trainer asks for devices={num_processes}. "
+                f"Set devices={started} in every Trainer of a script, or put the other run into a script of its own."
+            )
+        if num_processes > 1 and not cluster_environment.creates_processes_externally:
+            script_command()
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        # The constructor refuses notebooks itself, with advice that fits.
+        return True
+
+    def launch(self, function: Callable[..., T], *args: Any, trainer: Any = None, **kwargs: Any) -> T:
+        """Start the other ranks if nobody has, then call ``function(*args, **kwargs)``."""
+        environment = self.cluster_environment
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if self.num_processes > 1 and not environment.creates_processes_externally:
+            self._start_children()
+        self.failed = False
+        try:
+            with supervise.report_errors():
+                result = function(*args, **kwargs)
+        except _TunerExitException:
+            raise
+        except BaseException as error:
+            self.failed = True
+            self.on_failure(error)
+            ScriptLauncher._failed = True
+            raise
+        self.on_success()
+        return result
+
+    @classmethod
+    def stopped(cls) -> None:
+        """All ranks end at an agreed place, by a signal: none of them has failed."""
+        cls._stopped = True
+
+    @classmethod
+    def dismiss_guardian(cls) -> None:
+        """This process ends by itself now."""
+        if cls._guardian is not None:
+            cls._guardian.dismiss()
+
+    def kill(self, signum: int) -> None:
+        for child in ScriptLauncher._children:
+            if child.poll() is None:
+                child.send_signal(signum)
+
+    def _start_children(self) -> None:
+        command = script_command()
+        if "MASTER_PORT" not in os.environ:
+            os.environ["MASTER_PORT"] = str(free_port())
+        # The environment has the last word: it may have settled on a port before.
+        address, port = self.cluster_environment.main_address, self.cluster_environment.main_port
+        folder = tempfile.TemporaryDirectory(prefix="lightning-3d-")
+        reports = [Path(folder.name, f"rank-{rank}.error") for rank in range(self.num_processes)]
+        node = self.cluster_environment.node_rank()
+        variables: list[dict[str, str]] = []
+        for local in range(self.num_processes):
+            own = rank_environment(local, world_size=self.num_processes, address=address, port=port)
+            own["RANK"] = str(node * self.num_processes + local)
+            own["WORLD_SIZE"] = str(self.num_nodes * self.num_processes)
+            own["NODE_RANK"] = str(node)
+            own[supervise.REPORT_VARIABLE] = str(reports[local])
+            variables.append(own)
+        for own in variables[1:]:
+            ScriptLauncher._children.append(
+                subprocess.Popen(command, env={**os.environ, **own}, preexec_fn=supervise.die_with_parent)
+            )
+        ScriptLauncher._guardian = Guardian([child.pid for child in ScriptLauncher._children], folder=Path(folder.name))
+        threads_were_set = "OMP_NUM_THREADS" in os.environ
+        os.environ.update(variables[0])
+        if not threads_were_set and "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(int(variables[0]["OMP_NUM_THREADS"]))
+        done = threading.Event()
+        watch = threading.Thread(target=_watch_children, args=(ScriptLauncher._children, reports, done), daemon=True)
+        watch.start()
+        _fail_on_uncaught_exceptions()
+        atexit.register(_end_script, ScriptLauncher._children, reports, done, folder)
+
+
+def script_command() -> list[str]:
+    """The command that runs this process's script once more.
+
+    Raises:
+        LaunchError: there is no script.
+    """
+    main = sys.modules["__main__"]
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None and spec.name != "__main__":
+        return [sys.executable, *flags, "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
+    file = getattr(main, "__file__", None)
+    interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive) or hasattr(builtins, "get_ipython")
+    if interactive or file is None or not Path(file).is_file():
+        where = "a notebook or an interactive session" if interactive else "`python -c` or standard input"
+        raise LaunchError(
+            f"this program comes from {where}, so there is no script that further processes could run. Save it as a "
+            f"file and run that (alone, or with torchrun), use `lightning-3d train`, or set Trainer(devices=1)."
+        )
+    return [sys.executable, *flags, str(Path(file).absolute()), *sys.argv[1:]]
+
+
+def _fail_on_uncaught_exceptions() -> None:
+    before = sys.excepthook
+
+    def note(*exception: Any) -> None:
+        ScriptLauncher._failed = True
+        before(*exception)
+
+    sys.excepthook = note
+
+
+def _watch_children(children: list[subprocess.Popen], reports: list[Path], done: threading.Event) -> None:
+    """In rank 0: when a rank fails, end the job, also when this rank hangs in a collective or in its unwinding."""
+    while not done.wait(supervise.POLL_SECONDS * 4):
+        if any(child.poll() for child in children) or any(report.exists() for report in reports):
+            time.sleep(supervise.SETTLE_SECONDS)
+            failure = _failure(children, reports)
+            if failure is None or ScriptLauncher._stopped or done.is_set():
+                continue
+            ScriptLauncher._failure = failure
+            supervise.end(children, grace_seconds=supervise.FAILURE_GRACE_SECONDS)
+            if not done.wait(UNWIND_SECONDS):
+                if failure.rank == 0:
+                    print(failure.traceback, file=sys.stderr)
+                _exit(failure, world_size=len(reports))
+            return
+
+
+def _failure(children: list[subprocess.Popen], reports: list[Path]) -> Failure | None:
+    return supervise.first_failure([None, *(child.poll() for child in children)], report_paths=reports)
+
+
+def _exit(failure: Failure | None, *, world_size: int) -> None:
+    if failure is not None:
+        tell(failure, world_size=world_size, log=None)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ScriptLauncher.dismiss_guardian()
+    os._exit(failure.exit_code if failure else 1)
+
+
+def _end_script(
+    children: list[subprocess.Popen], reports: list[Path], done: threading.Event, folder: tempfile.TemporaryDirectory
+) -> None:
+    """At rank 0's end: let the others finish, but leave none behind and end with an error if one of them did."""
+    failed, stopped = ScriptLauncher._failed, ScriptLauncher._stopped
+    seconds = supervise.FAILURE_GRACE_SECONDS if failed and not stopped else EXIT_SECONDS
+    deadline = time.monotonic() + seconds
+    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+        if not stopped and any(child.poll() for child in children):
+            time.sleep(supervise.SETTLE_SECONDS)
+            break
+        time.sleep(supervise.POLL_SECONDS)
+    done.set()
+    failure = None if stopped else ScriptLauncher._failure or _failure(children, reports)
+    late = [rank for rank, child in enumerate(children, start=1) if child.poll() is None]
+    supervise.end(children, grace_seconds=supervise.FAILURE_GRACE_SECONDS)
+    folder.cleanup()
+    if failure is not None:
+        # Told last, after this rank's own complaint about it; and an error even where the script has caught that.
+        _exit(failure, world_size=len(reports))
+    if late and not failed:
+        ranks = ", ".join(map(str, late))
+        print(f"rank {ranks} still ran {seconds:.0f} s after rank 0 had ended; it was ended.", file=sys.stderr)
+        _exit(None, world_size=len(reports))
+    ScriptLauncher.dismiss_guardian()

@@ -1,0 +1,184 @@
+"""One fit, validate, test or predict of several ranks: a watchdog beside it, one way to stop, one way to fail."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_3d.layout import Layout
+from lightning_3d.parallel.mesh import data_parallel_group
+from lightning_3d.parallel.pipeline import STAGES_PER_RANK
+from lightning_3d.parallel.waits import note_waits
+from lightning_3d.strategies.board import Board
+from lightning_3d.strategies.script_launcher import ScriptLauncher
+from lightning_3d.strategies.stopping import AgreedStop, interrupting
+from lightning_3d.strategies.supervise import REPORT_VARIABLE, board_of_run
+from lightning_3d.strategies.watchdog import Watchdog
+from lightning_3d.whereabouts import HERE
+
+_NUMBERS = itertools.count()
+
+
+class WatchedRun:
+    """Starts the watchdog, and puts itself where Lightning handles signals and the launcher handles errors; collective.
+
+    Args:
+        trainer: about to run.
+        launcher: that runs it.
+        timeout_seconds: as in `Watchdog`.
+    """
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        launcher: ScriptLauncher,
+        *,
+        mesh: DeviceMesh,
+        layout: Layout,
+        timeout_seconds: float,
+    ) -> None:
+        self._trainer = trainer
+        self._launcher = launcher
+        self._own_folder: Path | None = None
+        self._unsaved: list[ModelCheckpoint] = []
+        self._signals = ExitStack()
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        HERE.failure = ""
+        note_waits()
+        board = self._meet(several_machines=trainer.num_nodes > 1)
+        self._stop = AgreedStop(board, world_size=world_size)
+        self._watchdog = Watchdog(
+            board,
+            rank=rank,
+            world_size=world_size,
+            timeout_seconds=timeout_seconds,
+            reports=Path(trainer.default_root_dir, "hang_reports", f"{board.folder.parent.name}-{board.folder.name}"),
+            stop=self._stop,
+            coordinates=_coordinates(mesh, layout),
+            stages=_ranks_of_stages(mesh, layout),
+            leaving=ScriptLauncher.dismiss_guardian,
+        )
+        self._watchdog.start()
+        launcher.on_failure, launcher.on_success = self._failed, self._succeeded
+        self._take_over_signals()
+
+    def begin_step(self, step: str) -> None:
+        """
+        Raises:
+            KeyboardInterrupt, SIGTERMException: where all ranks are to stop, if this is an evaluation of its own.
+        """
+        if step != "training_step" and self._trainer.state.fn != TrainerFn.FITTING:
+            self._boundary()
+
+    def unwound(self) -> None:
+        """Lightning has torn down: what comes after an error is the script's own."""
+        self._signals.close()
+        if self._launcher.failed:
+            for callback in self._unsaved:
+                callback.save_on_exception = True
+            self._close(done=self._stop.agreed)
+
+    # ------------------------------------------------------------------ parts
+
+    def _meet(self, *, several_machines: bool) -> Board:
+        """A folder that all ranks see: beside the reports that a launcher of ours waits for, else a new one."""
+        number = next(_NUMBERS)
+        box: list[Any] = [None]
+        if dist.get_rank() == 0:
+            report = os.environ.get(REPORT_VARIABLE)
+            if report is not None and not several_machines:
+                folder = Path(report).parent
+            else:
+                shared = self._trainer.default_root_dir if several_machines else None
+                folder = self._own_folder = Path(tempfile.mkdtemp(prefix="lightning-3d-", dir=shared))
+            board = board_of_run(folder, number)
+            board.folder.mkdir(parents=True)
+            box = [str(board.folder)]
+        dist.broadcast_object_list(box, 0)
+        return Board(Path(box[0]))
+
+    def _take_over_signals(self) -> None:
+        connector: Any = self._trainer._signal_connector
+
+        def register() -> None:
+            type(connector).register_signal_handlers(connector)
+            self._signals.enter_context(interrupting(self._stop.request))
+
+        # Lightning's own broadcasts from inside the signal handler, between the collectives of whatever goes on, and
+        # once more in every step.
+        connector.register_signal_handlers = register
+        connector._sigterm_notifier_fn = lambda *_: None
+        epoch_loop: Any = self._trainer.fit_loop.epoch_loop
+        epoch_loop._broadcast_sigterm_tensor = self._before_batch
+
+    def _before_batch(self) -> None:
+        """In the place of Lightning's broadcast, which comes before a training batch is fetched."""
+        HERE.enter("loading a batch")
+        HERE.loading_since = time.monotonic()
+        window = self._trainer.accumulate_grad_batches
+        if self._trainer.fit_loop.epoch_loop.batch_progress.current.ready % window == 0:
+            self._boundary()
+
+    def _boundary(self) -> None:
+        try:
+            self._stop.boundary()
+        except BaseException:
+            if self._stop.agreed:
+                ScriptLauncher.stopped()
+                HERE.enter(f"stopping before step {self._trainer.global_step + 1}")
+            raise
+
+    def _failed(self, error: BaseException) -> None:
+        """Before Lightning's callbacks hear of an error."""
+        if self._stop.agreed:
+            return
+        HERE.failure = HERE.failure or type(error).__name__
+        for callback in self._trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.save_on_exception:
+                # All ranks write a checkpoint together, and this error may be one rank's alone.
+                callback.save_on_exception = False
+                self._unsaved.append(callback)
+        if self._unsaved:
+            rank_zero_warn(
+                "save_on_exception=True has no effect for an error that one rank alone may have: a checkpoint is "
+                "written by all ranks together. It has for SIGTERM and Ctrl-C. Set every_n_train_steps for the others."
+            )
+
+    def _succeeded(self) -> None:
+        self._close(done=True)
+
+    def _close(self, *, done: bool) -> None:
+        self._watchdog.close(done=done)
+        if done and self._own_folder is not None:
+            shutil.rmtree(self._own_folder, ignore_errors=True)
+
+
+def _coordinates(mesh: DeviceMesh, layout: Layout) -> dict[str, int]:
+    """This rank's place on each axis that has more than one."""
+    data = dist.get_group_rank(data_parallel_group(mesh), dist.get_rank())
+    pipeline = "stage" if STAGES_PER_RANK[layout.schedule] == 1 else "pipeline rank"
+    places = {
+        pipeline: (layout.pipeline, mesh.get_local_rank("pp")),
+        "data": (layout.data, data),
+        "tensor": (layout.tensor, mesh.get_local_rank("tp")),
+    }
+    return {axis: place for axis, (size, place) in places.items() if size > 1}
+
+
+def _ranks_of_stages(mesh: DeviceMesh, layout: Layout) -> dict[int, tuple[int, ...]]:
+    """Of this rank's pipeline: who holds each stage."""
+    ranks = dist.get_process_group_ranks(mesh["pp"].get_group())
+    return {stage: (ranks[stage % len(ranks)],) for stage in range(len(ranks) * STAGES_PER_RANK[layout.schedule])}

@@ -1,0 +1,61 @@
+"""Where this process stands in a run: the main thread writes it, a watchdog and error reports read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Whereabouts:
+    """One process's place. Marks are a few assignments: they are set many times in a step.
+
+    Args:
+        phase: what the run does: `"setup"`, `"training"`, `"saving a checkpoint"`, ...
+        batch: of that phase, where it goes by batches.
+        action: what is done with a micro-batch: `"forward"`, ...
+        stage, microbatch: of the action.
+        awaits: the stage that must act before the action can go on.
+        marks: counts up; a main thread that gets on changes it.
+        waiting_since: on the clock of `time.monotonic`, while the main thread waits for other ranks.
+        waits: how often it did, `waited_seconds` how long in all.
+        loading_since: on the same clock, when the next batch was asked for.
+        failure: what the run of this process died of, in one line.
+    """
+
+    phase: str = "start"
+    batch: int | None = None
+    action: str = ""
+    stage: int | None = None
+    microbatch: int | None = None
+    awaits: int | None = None
+    marks: int = 0
+    waiting_since: float | None = None
+    waits: int = 0
+    waited_seconds: float = 0.0
+    loading_since: float | None = None
+    failure: str = ""
+
+    def enter(self, phase: str, *, batch: int | None = None) -> None:
+        """A phase begins, or its next batch."""
+        self.phase, self.batch = phase, batch
+        self.action, self.stage, self.microbatch, self.awaits = "", None, None, None
+        self.marks += 1
+
+    def act(self, action: str, *, stage: int, microbatch: int, awaits: int | None = None) -> None:
+        """A pipeline's action begins."""
+        self.action, self.stage, self.microbatch, self.awaits = action, stage, microbatch, awaits
+        self.marks += 1
+
+    def describe(self) -> str:
+        """
+        >>> Whereabouts(phase="training", batch=3, action="forward", stage=1, microbatch=0).describe()
+        'training, batch 3: forward of micro-batch 0 on stage 1'
+        """
+        text = self.phase if self.batch is None else f"{self.phase}, batch {self.batch}"
+        if self.action:
+            text += f": {self.action} of micro-batch {self.microbatch} on stage {self.stage}"
+        return text
+
+
+# Of this process; a fork goes on with a copy.
+HERE = Whereabouts()
