@@ -1,9 +1,10 @@
 """This rank's part of a tensor that may be sharded, and whole numbers from all parts."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, overload
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
@@ -29,6 +30,31 @@ def part_like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     for dim, (start, length) in enumerate(zip(chunks[0].offsets, shape, strict=True)):
         whole = whole.narrow(dim, start, length)
     return whole
+
+
+@overload
+def use_local(parameter: torch.Tensor) -> torch.Tensor: ...
+@overload
+def use_local(parameter: None) -> None: ...
+def use_local(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """This rank's part of a parameter, as something to compute with: its gradient becomes the parameter's."""
+    return _UseLocal.apply(parameter) if isinstance(parameter, DTensor) else parameter
+
+
+class _UseLocal(torch.autograd.Function):
+    """`DTensor.to_local` without its checks of the gradient, which take longer than a small layer's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
+        ctx.spec = parameter._spec
+        part = parameter._local_tensor
+        return part.view_as(part)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:
+        # The record of the parameter tells its strides too.
+        return DTensor(gradient.contiguous(), ctx.spec, requires_grad=False)
 
 
 class WholeScalars(TorchFunctionMode):

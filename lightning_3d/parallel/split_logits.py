@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 # Operations that leave the last dimension alone: the result is split as before.
@@ -137,9 +138,10 @@ def _split_cross_entropy(
 ) -> torch.Tensor:
     first = sum(logits._sizes[: logits._group.rank()])
     part = logits._part
+    counted = target != ignore_index
+    check_inside(target.masked_fill(~counted, 0), sum(logits._sizes), what="targets of cross_entropy")
     # As torch does inside of its own kernel; under autocast its result is single precision too.
     losses = _SplitLoss.apply(part.to(torch.promote_types(part.dtype, torch.float32)), target, first, logits._group)
-    counted = target != ignore_index
     losses = losses.masked_fill(~counted, 0.0)
     if reduction == "mean":
         losses = losses.sum() / counted.sum()
@@ -148,12 +150,28 @@ def _split_cross_entropy(
     return losses if torch.is_autocast_enabled(part.device.type) else losses.to(part.dtype)
 
 
+def check_inside(indices: torch.Tensor, total: int, *, what: str) -> None:
+    """Refuse what no rank has, and what would be zero on all of them in silence.
+
+    Raises:
+        IndexError: an index below 0 or not below `total`; on CUDA the device stops at a later call, as it does for
+            torch's own lookups, since a check here would have to wait for it.
+    """
+    if not indices.numel():
+        return
+    least, most = indices.aminmax()
+    if indices.is_cuda:
+        torch._assert_async((least >= 0) & (most < total), f"{what} are not all in 0 to {total - 1}")
+    elif least < 0 or most >= total:
+        raise IndexError(f"{what} must be in 0 to {total - 1}, but are from {int(least)} to {int(most)}.")
+
+
 class _SplitLoss(torch.autograd.Function):
     """Cross-entropy of each row from this rank's columns; two all-reduces of one number per row."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, target: torch.Tensor, first: int, group: ProcessGroup) -> torch.Tensor:
-        peak = part.max(-1).values
+        peak = part.amax(-1)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
         weights = (part - peak[:, None]).exp_()
         index = target - first
@@ -163,12 +181,14 @@ class _SplitLoss(torch.autograd.Function):
         sums = torch.stack([weights.sum(-1), chosen.masked_fill(~inside, 0.0)])
         dist.all_reduce(sums, group=group)
         weights /= sums[0][:, None]
-        ctx.save_for_backward(weights, index, inside)
+        # Of each row's loss by its logits: what the softmax gives to the target is too much by 1.
+        weights.scatter_add_(-1, index[:, None], -inside[:, None].to(weights))
+        ctx.save_for_backward(weights)
         return sums[0].log() - sums[1]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        weights, index, inside = ctx.saved_tensors
-        result = weights * gradient[:, None]
-        result.scatter_add_(-1, index[:, None], -(gradient * inside)[:, None])
-        return result, None, None, None
+        (weights,) = ctx.saved_tensors
+        again = torch._C._autograd._get_current_graph_task_keep_graph()
+        return (weights * gradient[:, None] if again else weights.mul_(gradient[:, None])), None, None, None

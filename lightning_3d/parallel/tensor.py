@@ -9,18 +9,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_3d.errors import ModelError
-from lightning_3d.parallel.split_logits import SplitLogits
+from lightning_3d.parallel.local import use_local
+from lightning_3d.parallel.split_logits import SplitLogits, check_inside
+
+Owners = dict[int, list[tuple[nn.Module, str]]]
 
 
 class Region:
@@ -37,6 +41,8 @@ class Region:
         self.size = mesh.size()
         self.rank = mesh.get_local_rank()
         self.loss_parallel = loss_parallel
+        # Modules and names of every parameter, by its id: those that are tied stay one object when one is split.
+        self.owners: Owners = {}
         self._outside: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._copied: tuple[weakref.ref[torch.Tensor], int, torch.Tensor] | None = None
 
@@ -102,6 +108,7 @@ class _CopyIn(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         gradient = gradient.contiguous()
         dist.all_reduce(gradient, group=ctx.group)
@@ -117,6 +124,7 @@ class _ReduceOut(torch.autograd.Function):
         return tensor
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient, None
 
@@ -134,6 +142,7 @@ class _GatherOut(torch.autograd.Function):
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient.narrow(-1, ctx.start, ctx.size), None, None
 
@@ -161,8 +170,8 @@ def apply_colwise(name: str, module: nn.Module, region: Region, *, gather: bool 
     _shard_parameters_(name, linear, region, {"weight": weight_dim, "bias": 0})
 
     def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
-        weight = local(self.weight)
-        output = F.linear(region.copy_in(hidden), weight.T if weight_dim else weight, local(self.bias))
+        weight = use_local(self.weight)
+        output = F.linear(region.copy_in(hidden), weight.T if weight_dim else weight, use_local(self.bias))
         if not gather:
             region.enter(hidden, training=self.training)
             return output
@@ -187,7 +196,7 @@ def apply_rowwise(name: str, module: nn.Module, region: Region) -> None:
     def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
         # First: a checkpoint's recomputation may stop at the product, and must not stop inside of the region.
         region.leave(hidden)
-        weight = local(self.weight)
+        weight = use_local(self.weight)
         output = F.linear(hidden, weight.T if weight_dim == 0 else weight)
         output = region.out_of(output)
         # Under autocast the product is in half precision, and so is a Linear's sum with its bias.
@@ -200,16 +209,22 @@ def apply_vocabulary(name: str, module: nn.Module, region: Region) -> None:
     """Split an Embedding's rows; each rank looks up its own tokens, the sum is whole."""
     if not isinstance(module, nn.Embedding):
         raise ModelError(f"{name} is a {type(module).__name__}; the style 'vocabulary' splits an nn.Embedding.")
-    if module.max_norm is not None or module.sparse:
-        raise ModelError(f"{name} uses max_norm or sparse gradients, which a split embedding does not have.")
+    unknown = {"max_norm": module.max_norm, "sparse": module.sparse, "scale_grad_by_freq": module.scale_grad_by_freq}
+    for option, value in unknown.items():
+        if value:
+            raise ModelError(
+                f"{name} has {option}={value}, which a split embedding does not do. Leave it out, or take {name} from "
+                "the tensor-parallel plan."
+            )
     _shard_parameters_(name, module, region, {"weight": 0})
     sizes = _chunks(module.num_embeddings, region.size)
     first, count = sum(sizes[: region.rank]), sizes[region.rank]
-    padding = module.padding_idx
+    total, padding = module.num_embeddings, module.padding_idx
 
     def forward(self: nn.Embedding, tokens: torch.Tensor) -> torch.Tensor:
+        check_inside(tokens, total, what=f"tokens of {name}")
         inside = (tokens >= first) & (tokens < first + count)
-        rows = F.embedding((tokens - first).clamp(0, max(count - 1, 0)), local(self.weight))
+        rows = F.embedding((tokens - first).clamp(0, max(count - 1, 0)), use_local(self.weight))
         keep = inside if padding is None else inside & (tokens != padding)
         # A padding row is looked up like any other, but learns nothing.
         rows = torch.where(keep[..., None], rows, rows.detach()) if padding is not None else rows
@@ -269,15 +284,6 @@ class _Plain(nn.Module):
 # ---------------------------------------------------------------- parts
 
 
-@overload
-def local(parameter: torch.Tensor) -> torch.Tensor: ...
-@overload
-def local(parameter: None) -> None: ...
-def local(parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """A parameter's part on this rank, for autograd too."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 def _shard_parameters_(module_name: str, module: nn.Module, region: Region, dims: dict[str, int]) -> None:
     for name, dim in dims.items():
         parameter = module._parameters.get(name)
@@ -293,28 +299,19 @@ def _shard_parameters_(module_name: str, module: nn.Module, region: Region, dims
                 )
             continue
         sharded = distribute_tensor(parameter.detach(), region.mesh, [Shard(dim)], src_data_rank=None)
-        _SHARED.replace(module, name, parameter, nn.Parameter(sharded, parameter.requires_grad))
+        split = nn.Parameter(sharded, parameter.requires_grad)
+        for owner, key in region.owners.get(id(parameter), [(module, name)]):
+            owner._parameters[key] = split
 
 
-class _Shared:
-    """Tied parameters must stay one object when one of their modules is split."""
-
-    def __init__(self) -> None:
-        self.owners: dict[int, list[tuple[nn.Module, str]]] = {}
-
-    def note(self, module: nn.Module) -> None:
-        self.owners = {}
-        for part in module.modules():
-            for name, parameter in part._parameters.items():
-                if parameter is not None:
-                    self.owners.setdefault(id(parameter), []).append((part, name))
-
-    def replace(self, module: nn.Module, name: str, old: nn.Parameter, new: nn.Parameter) -> None:
-        for owner, key in self.owners.get(id(old), [(module, name)]):
-            owner._parameters[key] = new
-
-
-_SHARED = _Shared()
+def find_owners(module: nn.Module) -> Owners:
+    """Where each parameter of a module stands, tied ones more than once."""
+    owners: Owners = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((part, name))
+    return owners
 
 
 def _records(tensor: torch.Tensor) -> bool:

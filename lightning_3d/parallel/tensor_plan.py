@@ -55,9 +55,9 @@ def apply_tensor_parallel(
     Raises:
         ModelError: an unknown style, a module that a style does not fit, or sizes that do not divide.
     """
-    tensor._SHARED.note(module)
     parts = dict(module.named_modules())
     sequence = SequenceRegion(region.mesh)
+    region.owners = sequence.owners = tensor.find_owners(module)
     inside = {part for blocks in stacks for block in blocks for part in block.modules()}
     planned: list[nn.Module] = []
     readers: dict[nn.Module, None] = {}
