@@ -249,7 +249,12 @@ def test_argument_that_the_recipe_does_not_set_can_be_given_all_the_same():
     assert config["callbacks"]["checkpoint"]["verbose"] is True
 
 
-@pytest.mark.parametrize("recipe", recipes())
+def test_recipe_that_needs_a_value_says_how_to_write_it(capsys):
+    assert main(["train", "recipe=finetune_hf", "--print-config"]) == 2
+    assert "write model.path=VALUE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recipe", [name for name in recipes() if name != "finetune_hf"])
 @pytest.mark.parametrize("option", [f"{group}={one}" for group in ("strategy", "logger") for one in groups()[group]])
 def test_every_option_makes_a_config_that_passes(recipe, option, capsys):
     # Four processes suit every option.

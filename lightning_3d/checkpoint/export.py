@@ -50,9 +50,9 @@ def export_ckpt(source: Path, out: Path, *, weights_only: bool = False, batch_by
                 mapped = {name: file.get_tensor(name) for name in tensors}
             values.update(mapped)
             checkpoint = assemble(extra, {name: values[name] for name in wanted}, optimizer=not weights_only)
-            with draft.open("wb") as written:
-                torch.save(checkpoint, written)
-                written.flush()
+            # By name: into a Python file, torch would copy each tensor to bytes first.
+            torch.save(checkpoint, draft)
+            with draft.open("rb") as written:
                 os.fsync(written.fileno())
         finally:
             delete(raw)

@@ -52,6 +52,6 @@ def write_safetensors(path: Path, entries: Entries, tensors: Iterable[tuple[str,
             assert given == name and tensor.shape == shape
             whole = tensor.detach().to(dtype).contiguous().reshape(-1)
             if whole.numel():
-                file.write(memoryview(whole.view(torch.uint8).numpy()))
+                file.write(whole.view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())

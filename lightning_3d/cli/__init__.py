@@ -11,6 +11,8 @@ from lightning_3d.errors import Lightning3DError
 COMMANDS = {
     "train": "train a recipe's model on its data",
     "verify": "compare layouts with one process on the same data",
+    "export": "write a checkpoint as a Hugging Face folder, a plain .ckpt or .safetensors",
+    "generate": "write text with the model of a checkpoint",
 }
 
 

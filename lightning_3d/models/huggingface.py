@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import ConfigError, ModelError
 from lightning_3d.models.language_model import CausalLanguageModel, next_token_loss
+from lightning_3d.models.lora import add_adapters, check_lora
 from lightning_3d.models.optimization import Optimization
 from lightning_3d.models.weight_files import open_safetensors, some
 
@@ -29,6 +30,7 @@ class HFCausalLM(CausalLanguageModel):
     Args:
         config: `model_type` and fields of its transformers config, to start from fresh weights.
         path: a folder with config.json and safetensors weights (one file, or shards with an index) to start from.
+        lora: settings of PEFT's LoraConfig (r, lora_alpha, target_modules, ...): train adapters alone.
         loss: "own" is cross-entropy on the logits, in their dtype; "labels" is the model's own loss, for which it is
             fed the whole row of sequence + 1 tokens as input and labels.
         learning_rate, weight_decay, betas, warmup_steps, max_steps, min_learning_rate_ratio: see `Optimization`.
@@ -51,6 +53,7 @@ class HFCausalLM(CausalLanguageModel):
         warmup_steps: int = 0,
         max_steps: int | None = None,
         min_learning_rate_ratio: float = 0.1,
+        lora: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(
             Optimization(
@@ -69,7 +72,10 @@ class HFCausalLM(CausalLanguageModel):
                 f"config={config!r} and path={path!r}: set exactly one, config={{model_type: llama, ...}} for fresh "
                 "weights or path=FOLDER for stored ones."
             )
+        if lora is not None:
+            check_lora(lora)
         self.loss = loss
+        self.lora = lora = None if lora is None else dict(lora)
         self.path = None if path is None else Path(path)
         self.model_config = build_config(config) if config is not None else read_config(Path(str(path)))
         config = None if config is None else dict(config)
@@ -86,7 +92,7 @@ class HFCausalLM(CausalLanguageModel):
             model = build_model(self.model_config)
             if self.path is not None:
                 load_safetensors_(model, folder=self.path)
-            self.model = model
+            self.model = model if self.lora is None else add_adapters(model, self.lora)
 
     def token_logits(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self._built()(input_ids=self._fits(tokens), use_cache=False).logits

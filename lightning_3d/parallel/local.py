@@ -24,7 +24,7 @@ def part_like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return whole
     # A rank holds one box of a tensor, also where two axes cut the same dimension.
     shape = target._local_tensor.shape
-    chunks = target.__create_chunk_list__() if target._local_tensor.numel() else []  # type: ignore[attr-defined]
+    chunks = target.__create_chunk_list__() if target._local_tensor.numel() else []
     if not chunks:
         return whole.new_empty(shape)
     for dim, (start, length) in enumerate(zip(chunks[0].offsets, shape, strict=True)):

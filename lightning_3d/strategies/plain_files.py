@@ -116,7 +116,7 @@ def _by_name(
     groups = names_by_group(strategy, optimizer)
     numbers = [group["params"] for group in saved["param_groups"]]
     if groups is None or [len(names) for names in groups] != [len(part) for part in numbers]:
-        theirs, ours = [len(part) for part in numbers], groups and [len(names) for names in groups]
+        theirs, ours = [len(part) for part in numbers], [len(names) for names in groups or []]
         raise CheckpointError(
             f"{source} has optimizer groups of {theirs} parameters; here: {ours or 'in no order of the module'}. "
             "Build the same optimizer, its groups in the order of the module's parameters."

@@ -1,0 +1,141 @@
+"""``lightning-3d generate``: text from a checkpoint of any layout, in one process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from lightning_3d.checkpoint.plain import read_plain
+from lightning_3d.cli.build import build
+from lightning_3d.cli.saved_run import find_checkpoint, read_config, run_config
+from lightning_3d.cli.targets import described, matches
+from lightning_3d.errors import ConfigError
+from lightning_3d.models.generation import check_sampling, generate_tokens, longest_input
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a call asks for.
+
+    Args:
+        config: the config.yaml of a run folder, where the checkpoint does not lie in one.
+    """
+
+    prompt: str
+    max_new_tokens: int = 64
+    temperature: float = 0.8
+    top_k: int | None = None
+    seed: int = 0
+    device: str = "cpu"
+    config: str | None = None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Mistakes in the call are raised as errors of ours."""
+    if any(argument in ("-h", "--help") for argument in argv):
+        print(help_text())
+        return 0
+    # A checkpoint's name has a "=" too, as in step=50.ckpt.
+    settings = tuple(f"{field.name}=" for field in fields(Request))
+    named = [argument for argument in argv if not argument.startswith(settings)]
+    if len(named) != 1 or named[0].startswith("-"):
+        raise ConfigError(
+            f"{' '.join(named) or 'nothing'} is not one checkpoint. Write lightning-3d generate CKPT prompt='def ', "
+            f"with any of {', '.join(settings)}..."
+        )
+    request = parse([argument for argument in argv if argument not in named])
+    checkpoint = find_checkpoint(named[0])
+    config = read_config(Path(request.config)) if request.config else run_config(checkpoint)
+    if config is None:
+        raise ConfigError(
+            f"{checkpoint} lies in no run folder, so nothing tells its model and tokenizer. Give config=CONFIG.yaml, "
+            "the config.yaml of the run that made it."
+        )
+    print(generate(checkpoint, config, request), flush=True)
+    return 0
+
+
+def parse(arguments: Sequence[str]) -> Request:
+    """
+    Raises:
+        ConfigError: a setting that is missing or of the wrong type.
+    """
+    kinds: Mapping[str, Any] = {"max_new_tokens": int, "temperature": float, "top_k": int | None, "seed": int}
+    given: dict[str, Any] = {}
+    for argument in arguments:
+        name, _, text = argument.partition("=")
+        # The prompt is a text whatever it looks like.
+        given[name] = yaml.safe_load(text) if name in kinds else text
+        if name in kinds and not matches(given[name], kinds[name]):
+            raise ConfigError(f"{name}={text!r} is not {described(kinds[name])}.")
+    if not given.get("prompt"):
+        raise ConfigError("there is no prompt to go on from. Write prompt='def ', say.")
+    request = Request(**given)
+    check_sampling(count=request.max_new_tokens, temperature=request.temperature, top_k=request.top_k)
+    return request
+
+
+def generate(checkpoint: Path, config: Mapping[str, Any], request: Request) -> str:
+    """The prompt and what the model writes after it.
+
+    Raises:
+        ConfigError: a model without `token_logits`, or data without a tokenizer.
+    """
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    module, data = build(config["model"]), build(config["data"])
+    if not callable(getattr(module, "token_logits", None)) or not hasattr(type(data), "tokenizer"):
+        raise ConfigError(
+            f"{type(module).__name__} on {type(data).__name__} writes no text: that takes a module with token_logits() "
+            "and a data module with a tokenizer. It can be loaded with load_from_checkpoint()."
+        )
+    module.configure_model()
+    state = read_plain(checkpoint, optimizer=False)["state_dict"]
+    module.load_state_dict(state)
+    # In the precision that it was trained in.
+    dtype = next(value.dtype for value in state.values() if value.is_floating_point())
+    del state
+    module = module.to(request.device, dtype).eval()
+    data.prepare_data()
+    tokenizer = data.tokenizer
+    tokens = torch.tensor([tokenizer.encode(request.prompt).ids], device=request.device)
+    with torch.inference_mode():
+        written = generate_tokens(
+            module.token_logits,
+            tokens,
+            count=request.max_new_tokens,
+            temperature=request.temperature,
+            top_k=request.top_k,
+            seed=request.seed,
+            longest=longest_input(module),
+        )
+    return str(tokenizer.decode(written[0].tolist()))
+
+
+def help_text() -> str:
+    """Usage, settings and examples."""
+    return "\n".join(
+        [
+            "usage: lightning-3d generate CKPT prompt=TEXT [key=value ...]",
+            "",
+            "Writes text with the model of a checkpoint folder of any layout, or of a run folder's newest, in one",
+            "process. The model and its tokenizer are those of the run folder.",
+            "",
+            "  prompt          the text to go on from",
+            "  max_new_tokens  default 64",
+            "  temperature     default 0.8; 0 takes the likeliest token each time",
+            "  top_k           choose among so many of the likeliest; default null, all",
+            "  seed            of the choices; default 0",
+            "  device          default cpu",
+            "  config          the config.yaml of a run, where the checkpoint lies in no run folder",
+            "",
+            "examples:",
+            "  lightning-3d generate runs/stdlib_gpt-20260101-120000 prompt='def '",
+            "  lightning-3d generate runs/.../checkpoints/step=150.ckpt prompt='import ' temperature=0",
+        ]
+    )
