@@ -142,6 +142,27 @@ def test_all_that_does_not_fit_is_told_in_one_error(
         assert name in told, name
 
 
+def refused_weights(layout: str, source: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        weights_of(layout, source, False)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["zero3x2", "tp2-pp2"])
+def test_stored_weights_that_lack_a_name_are_refused_with_all_that_is_missing(
+    plain: tuple[Path, dict[str, Any]], tmp_path: Path, layout: str
+) -> None:
+    state = torch.load(plain[0], weights_only=True)["state_dict"]
+    inner = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
+    del inner["head.weight"], inner["layers.0.attention.wq.weight"], inner["layers.3.attention.wq.weight"]
+    save_file(inner, tmp_path / "model.safetensors")
+    told, *others = run(layout, refused_weights, tmp_path / "model.safetensors")
+    assert all(other == told for other in others)
+    for name in ("layers.0.attention.wq.weight", "layers.3.attention.wq.weight", "temperature", "seen"):
+        assert name in told, name
+    assert "head.weight" not in told, "it is tied to what is there"
+
+
 def test_weights_alone_are_no_run_to_go_on_with(plain: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     torch.save(torch.load(plain[0], weights_only=True)["state_dict"], tmp_path / "weights.pt")
     assert all("initial_weights=" in told for told in run("zero3x2", refusal, tmp_path, tmp_path / "weights.pt"))

@@ -1,0 +1,180 @@
+"""What is exported is what was trained: equal to the bit, ties and frozen weights right, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from modules import Rows, TinyGPT
+from safetensors.torch import load_file
+from training import ordered, run, trainer_for, whole_weights
+
+from lightning_3d import Layout
+from lightning_3d.checkpoint import store
+from lightning_3d.checkpoint.export import export_ckpt, write_shards
+from lightning_3d.checkpoint.names import find_prefix
+from lightning_3d.cli import main
+from lightning_3d.errors import CheckpointError
+
+LAYOUTS = ["zero2x2-pp2", *(pytest.param(x, marks=pytest.mark.slow) for x in ("zero1x2", "zero3x2", "tp2-pp2"))]
+
+
+class Tied(TinyGPT):
+    """A head tied to the embedding, a frozen layer and a buffer."""
+
+    def _build(self) -> None:
+        super()._build()
+        assert self.model is not None
+        self.model.layers[1].requires_grad_(False)
+        self.register_buffer("seen", torch.full((3,), 7.0))
+
+
+def train(layout: str | None, folder: Path, ckpt_path: Path | None, steps: int) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    module = Tied(lazy=True)
+    saver = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=5, save_top_k=-1)
+    trainer = trainer_for(
+        layout, max_steps=steps, max_epochs=9, precision="64-true", callbacks=[saver], enable_checkpointing=True
+    )
+    trainer.fit(module, ordered(Rows(), replicas=Layout.parse(layout).data if layout else 1), ckpt_path=ckpt_path)
+    return whole_weights(module)
+
+
+def united(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: value for rank in ranks for name, value in rank.items()}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_exported_ckpt_is_what_a_stock_trainer_would_have_saved(tmp_path: Path, layout: str) -> None:
+    weights = united(run(layout, train, tmp_path / "run", None, 5))
+    out = tmp_path / "out.ckpt"
+    assert main(["export", str(tmp_path / "run" / "step=5.ckpt"), "--to", "ckpt", str(out)]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.ckpt", "run"]
+    state = torch.load(out, weights_only=True)["state_dict"]
+    module = Tied()
+    module.double().load_state_dict(state, strict=True)
+    assert state.keys() == weights.keys()
+    assert all(torch.equal(state[name], weights[name]) for name in weights)
+    assert state["model.head.weight"].data_ptr() != 0
+    assert module.model is not None and module.model.head.weight is module.model.embed.weight
+    assert torch.equal(Tied.load_from_checkpoint(out).seen.double(), state["seen"])  # type: ignore[arg-type]
+    # And a stock Trainer goes on with it as the run itself does.
+    (stock,) = run(None, train, tmp_path / "stock", out, 7)
+    own = united(run(layout, train, tmp_path / "own", tmp_path / "run" / "step=5.ckpt", 7))
+    assert all(torch.allclose(stock[name], own[name], rtol=0, atol=1e-9) for name in own)
+
+
+@pytest.mark.distributed
+def test_safetensors_hold_the_weights_by_the_module_s_names(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    weights = united(run("zero3x2", train, tmp_path / "run", None, 5))
+    source, out = str(tmp_path / "run" / "step=5.ckpt"), tmp_path / "weights.safetensors"
+    assert main(["export", source, "--to", "safetensors", str(out)]) == 0
+    assert "left out: optimizer states" in capsys.readouterr().out
+    stored = load_file(out)
+    assert stored.keys() == weights.keys()
+    assert all(torch.equal(stored[name], weights[name]) for name in weights)
+    half = tmp_path / "half.safetensors"
+    assert main(["export", source, "--to", "safetensors", str(half), "--dtype", "bfloat16"]) == 0
+    assert all(value.dtype == torch.bfloat16 for value in load_file(half).values())
+    # Nothing that is there is written over, and what means nothing is not ignored.
+    assert main(["export", source, "--to", "safetensors", str(out)]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert main(["export", source, "--to", "safetensors", str(tmp_path / "x"), "--weights-only"]) == 2
+    assert main(["export", source, "--to", "hf", str(tmp_path / "x")]) == 2
+    assert "--config-from" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "nowhere"), "--to", "hf", str(tmp_path / "x")]) == 2
+
+
+def save_large(folder: Path, *, count: int, rows: int) -> Path:
+    """A checkpoint of `count` tensors of `rows` MiB each."""
+    state = {f"model.layer{i}": torch.full((rows, 2**18), float(i)) for i in range(count)}
+    summary = {"format": 1, "global_step": 0, "epoch": 0, "layout": "single", "world_size": 1}
+    store.save(folder, state, extra={}, rank_state={}, summary=summary)
+    return folder
+
+
+def peak_of(action: Any) -> int:
+    """The most anonymous memory that this process had during an action, beyond what it had before, in bytes."""
+
+    def held() -> int:
+        text = Path("/proc/self/status").read_text()
+        return int(text.split("RssAnon:")[1].split()[0]) * 1024
+
+    before, peak, done = held(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.002):
+            peak = max(peak, held())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        action()
+    finally:
+        done.set()
+        watcher.join()
+    return peak - before
+
+
+def export_and_measure(_: None, kind: str, folder: Path, batch: int) -> int:
+    source = save_large(folder / "large.ckpt", count=48, rows=4)
+    names = {f"layer{i}": f"layer{i}" for i in range(48)}
+    if kind == "ckpt":
+        return peak_of(lambda: export_ckpt(source, folder / "out.ckpt", batch_bytes=batch))
+    (folder / "out").mkdir()
+    return peak_of(lambda: write_shards(source, folder / "out", names=names, shard_bytes=4 * batch, batch_bytes=batch))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["ckpt", "hf"])
+def test_an_export_holds_no_more_than_one_batch_of_tensors(tmp_path: Path, kind: str) -> None:
+    model, tensor, batch = 48 * 4 * 2**20, 4 * 2**20, 16 * 2**20
+    (peak,) = run(None, export_and_measure, kind, tmp_path, batch)
+    # The batch while the former one is still in use, what torch reads one saved tensor from (its bytes and the tensor
+    # of them), and what a process allocates besides.
+    bound = 2 * batch + 3 * tensor + 16 * 2**20
+    assert peak <= bound < model / 3, f"{peak / 2**20:.0f} MiB"
+    (whole,) = run(None, export_and_measure, kind, tmp_path / "whole", model)
+    assert whole > 0.9 * model, "the measurement sees what is held"
+
+
+@pytest.mark.distributed
+def test_shards_are_no_larger_than_asked_for_and_the_index_names_all(tmp_path: Path) -> None:
+    source = save_large(tmp_path / "large.ckpt", count=5, rows=1)
+    (tmp_path / "out").mkdir()
+    write_shards(source, tmp_path / "out", names={f"layer{i}": f"h.{i}" for i in range(5)}, shard_bytes=2 * 2**20)
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert files == [f"model-{n:05d}-of-00003.safetensors" for n in (1, 2, 3)]
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 5 * 2**20
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / "out" / file)[name], torch.full((1, 2**18), float(name[2:])))
+
+
+def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save_large(tmp_path / "large.ckpt", count=2, rows=1)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space"):
+        export_ckpt(source, tmp_path / "out.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["large.ckpt"]
+
+
+def test_a_prefix_is_found_and_two_are_refused() -> None:
+    stored = ["embed.weight", "layers.0.weight"]
+    own = [f"net.{name}" for name in stored]
+    assert find_prefix(stored, [*own, "scale"]) == "net."
+    assert find_prefix(stored, stored) == ""
+    with pytest.raises(CheckpointError, match="several places.*ema.net.*net."):
+        find_prefix(stored, [*own, *(f"ema.{name}" for name in own)])
