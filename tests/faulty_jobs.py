@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from training import ordered
 
 from lightning_3d import Layout, ThreeDStrategy
-from lightning_3d.checkpoint import store
+from lightning_3d.checkpoint import writing
 from lightning_3d.strategies import launch, script_launcher, supervise
 
 PHASES = ("setup", "forward", "schedule", "save", "validation", "teardown")
@@ -118,13 +118,14 @@ def train(fault: Fault, folder: Path, *, layout: str, timeout_seconds: float, **
     """A small run with validation and a checkpoint, as a user's script has it."""
     note_pid(folder)
     L.seed_everything(1, verbose=False)
-    write = store._write
+    rank_file = writing.rank_file
 
-    def failing(*args: Any, **kwargs: Any) -> Any:
+    def failing(rank: int) -> str:
         fault.at("save")
-        return write(*args, **kwargs)
+        return rank_file(rank)
 
-    store._write = failing
+    # Between a rank's tensors and its random states.
+    writing.rank_file = failing
     parsed = Layout.parse(layout)
     arguments: dict[str, Any] = {
         "max_steps": 6,
@@ -214,8 +215,12 @@ class Job:
         finally:
             os._exit(code)
 
-    def kill(self, sig: int) -> None:
-        os.kill(self.pid, sig)
+    def kill(self, sig: int, *, to: str) -> None:
+        """Send a signal to the first process, to "rank N", or to "all" as a terminal does."""
+        if to == "all":
+            os.killpg(self.pid, sig)
+        else:
+            os.kill(self.pid if to == "first" else self.pids()[int(to.removeprefix("rank "))], sig)
 
     def pids(self) -> list[int]:
         return [int(path.read_text()) for path in sorted(self.folder.glob("pid-*"))]
