@@ -158,6 +158,7 @@ def test_lora_settings_that_would_be_lost_are_refused(base: Path) -> None:
         HFCausalLM(path=base, lora={"target_modules": ["no_such_layer"]}).configure_model()
 
 
+@pytest.mark.slow
 def test_the_recipe_trains_a_folder_generates_and_is_exported(
     base: Path, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:

@@ -91,8 +91,13 @@ def weights_of(layout: str, source: Path, prefix_free: bool) -> dict[str, Any]:
     return whole_weights(module)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["ckpt", "state_dict", "safetensors"])
+FORMATS = [(layout, kind) for layout in [*SOME, *OTHERS] for kind in ("ckpt", "state_dict", "safetensors")]
+QUICK = [("zero3x2-tp2", "safetensors"), ("tp2-pp2", "state_dict"), ("single", "ckpt")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"), [pytest.param(*one, marks=[] if one in QUICK else pytest.mark.slow) for one in FORMATS]
+)
 def test_initial_weights_come_from_any_file_in_any_layout(
     plain: tuple[Path, dict[str, Any]], tmp_path: Path, layout: str, kind: str
 ) -> None:
