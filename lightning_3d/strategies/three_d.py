@@ -31,6 +31,7 @@ from lightning_3d.strategies.optimizers import optimizers_of_a_part, step_by_kin
 from lightning_3d.strategies.pipelined_step import Context, PipelinedStep, warn_of_coupled_samples
 from lightning_3d.strategies.plain_files import check_initial_weights
 from lightning_3d.strategies.scaler import agree_on_overflow
+from lightning_3d.strategies.tied_groups import agree_on_tied_groups
 
 
 class ThreeDStrategy(FeedingStrategy):
@@ -128,6 +129,8 @@ class ThreeDStrategy(FeedingStrategy):
         if fitting:
             with optimizers_of_a_part(self.lightning_module) if self.layout.pipeline > 1 else nullcontext():
                 self.setup_optimizers(trainer)
+            if self.layout.pipeline > 1:
+                agree_on_tied_groups(self)
             for optimizer in self.optimizers:
                 step_by_kind(optimizer)
             if self.lightning_module.automatic_optimization:

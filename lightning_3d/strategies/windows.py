@@ -34,7 +34,8 @@ class SaveAtWindowEnd(L.Callback):
             # An exception, or an early end: this window never ends.
             if self._training or trainer.training:
                 rank_zero_warn(
-                    f"{path} is saved inside an accumulation window; the gradients of {done} batches are lost."
+                    f"{path} is saved inside an accumulation window, without its gradients: a run that goes on from it "
+                    f"does {done} batches again."
                 )
             return False
         rank_zero_info(f"{path} is saved when the accumulation window ends; {done} batches of it are done.")
