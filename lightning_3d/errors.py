@@ -25,5 +25,9 @@ class CheckpointError(Lightning3DError, RuntimeError):
     """A checkpoint that cannot be written or read whole."""
 
 
+class NumbersError(Lightning3DError, ArithmeticError):
+    """A loss or gradient that is not finite, or that comes out otherwise when it is computed again."""
+
+
 class LaunchError(Lightning3DError, RuntimeError):
     """Processes that cannot be started, or one that ended and took the job with it."""

@@ -51,6 +51,8 @@ EVERY_RUN = {
     "strategy.timeout_seconds": "0",
     "strategy.loss_parallel": "5",
     "strategy.sequence_parallel": "5",
+    "strategy.nonfinite": "5",
+    "strategy.replay_every_n_steps": "-1",
     "trainer.accelerator": "abacus",
     "trainer.devices": "0",
     "trainer.num_nodes": "0",

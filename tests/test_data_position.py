@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,13 @@ class SaveAt(L.Callback):
             trainer.save_checkpoint(self.folder / f"{self.count}.ckpt")
 
 
+class OwnPart(IterableDataset):
+    """Takes its rank's part itself."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(int(os.environ["RANK"]), 40, int(os.environ["WORLD_SIZE"]))
+
+
 class Rising(IterableDataset):
     def __iter__(self) -> Iterator[int]:
         yield from range(40)
@@ -166,9 +174,11 @@ class Rising(IterableDataset):
 def loader_for(kind: str, batch_size: int) -> Any:
     if kind == "stream":
         return DataLoader(Rising(), batch_size=batch_size)
-    if kind == "stateful":
+    if "stateful" in kind:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
+        if "own" in kind:
+            return StatefulDataLoader(OwnPart(), batch_size=batch_size, num_workers=int("workers" in kind))
         return StatefulDataLoader(Numbers(40), batch_size=batch_size, shuffle=True, num_workers=1)
     workers = (
         {"num_workers": 2, "persistent_workers": kind == "persistent"} if kind in ("workers", "persistent") else {}
@@ -206,13 +216,14 @@ def whole_steps(ranks: list[Any]) -> list[tuple[int, int, list[int]]]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["plain", "persistent", "own generator", "stream", "stateful"])
+@pytest.mark.parametrize("kind", ["plain", "persistent", "own generator", "stream", "stateful", "stateful own part"])
 def test_samples_and_batch_numbers_after_a_stop_are_those_of_an_undisturbed_run(tmp_path: Path, kind: str) -> None:
-    if kind == "stateful":
+    if "stateful" in kind:
         pytest.importorskip("torchdata")
     # Five batches an epoch: inside the first, at its end, at the start of the second.
     saves = (2, 5, 6)
-    for settings in ({}, {"max_steps": 15}):
+    own: dict[str, Any] = {"use_distributed_sampler": "own part" not in kind}
+    for settings in (own, {**own, "max_steps": 15}):
         expected = whole_steps(run("dp2", fit, kind, tmp_path, saves, None, 8, settings))
         assert len(expected) == 15
         for epoch in range(3):

@@ -46,6 +46,13 @@ def global_norm(
 
 
 @torch.no_grad()
+def largest_part(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """The largest absolute value of this rank's parts of the gradients; NaN where one has a NaN; local."""
+    parts = [_power_sum(gradients, float("inf")) for gradients in _by_dtype(parameters).values()]
+    return torch.stack([part.double() for part in parts]).max() if parts else torch.zeros(())
+
+
+@torch.no_grad()
 def clip_by_norm_(
     parameters: Iterable[nn.Parameter], *, max_norm: float, norm_type: float = 2.0, share: Share | None = None
 ) -> torch.Tensor:

@@ -90,7 +90,10 @@ class FeedingStrategy(CheckpointingStrategy):
                 )
             place = place["of_ranks"][self.data_parallel_rank]
         if not ours:
-            loader.load_state_dict(place)
+            if not _progress(trainer).finished:
+                loader.load_state_dict(place)
+            elif trainer.fit_loop.restarting and sized_len(loader) is None:
+                _set_batches(trainer, 0, in_all=False)
             return
         if "samples" not in place:
             raise DataError(

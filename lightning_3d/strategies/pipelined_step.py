@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import lightning as L
@@ -59,6 +59,7 @@ class PipelinedStep:
         split = share.pipeline.split
         self._buffers = SharedBuffers(module, own=[part for stage in split.stages for part in split.pieces(stage)])
         self._evaluated = 0
+        self._quiet = False
 
     def train(
         self, args: tuple[Any, ...], *, context: Context, factor: float, first: bool, last: bool
@@ -94,6 +95,15 @@ class PipelinedStep:
     def evaluate(self, function: Callable[..., Any], args: tuple[Any, ...], *, context: Context) -> Any:
         """`validation_step`, `test_step` or `predict_step`; what it returned, merged, on every rank."""
         return self._run(function, args, context=context, factor=None, last=True)[1]
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """What steps log inside is dropped."""
+        self._quiet = True
+        try:
+            yield
+        finally:
+            self._quiet = False
 
     # ------------------------------------------------------------------ parts
 
@@ -163,7 +173,8 @@ class PipelinedStep:
         loss, merged, logs, buffers = map_tensors(lambda t: t.detach().to(device), box[0])
         if not self._share.pipeline.has_last_stage:
             self._buffers.update(buffers)
-        self._recorder.emit(logs)
+        if not self._quiet:
+            self._recorder.emit(logs)
         return loss, merged
 
     def _count(self, size: int, training: bool) -> int:

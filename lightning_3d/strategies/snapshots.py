@@ -26,6 +26,8 @@ def remembering(loader: Any, *, progress: Callable[[], Progress]) -> Any:
             states[count] = tell()
             states.pop(count - 3, None)
             yield batch
+        # Of a loader that knows that it is at its end: the next epoch begins at the start.
+        states[count] = tell()
 
     def state_dict() -> Any:
         done = progress().batches

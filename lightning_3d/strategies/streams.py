@@ -310,7 +310,7 @@ def shard_stream(
         rank=rank,
     )
     position = StreamPosition(stream, num_workers=dataloader.num_workers, seed=seed, progress=progress, shards=shards)
-    attributes = {
+    attributes: dict[str, Any] = {
         "dataset": stream,
         "batch_size": None,
         "drop_last": False,
@@ -338,7 +338,8 @@ def unpacking(kind: type[DataLoader]) -> type[DataLoader]:
             iterator: Any = super()._get_iterator()
             iterator.position = position
             # By its class: an attribute that leads back to it would keep its workers until garbage is collected.
-            iterator.__class__ = _unpacking_iterator(type(iterator))
+            made: Any = type(iterator)
+            iterator.__class__ = _unpacking_iterator(made)
             return iterator
 
     Unpacking.__name__, Unpacking.__qualname__ = kind.__name__, kind.__qualname__
@@ -346,8 +347,8 @@ def unpacking(kind: type[DataLoader]) -> type[DataLoader]:
 
 
 @cache
-def _unpacking_iterator(kind: type[Any]) -> type[Any]:
-    class Unpacking(kind):  # type: ignore[misc, valid-type]
+def _unpacking_iterator(kind: Any) -> Any:
+    class Unpacking(kind):
         def _next_data(self) -> Any:
             return self.position.unpack(super()._next_data)
 

@@ -25,16 +25,18 @@ from lightning_3d.parallel.staged import StagedModule
 from lightning_3d.strategies import resume
 from lightning_3d.strategies.agreement import agree_on_plateaus, show_whole_scalars
 from lightning_3d.strategies.averaging import average_shards
-from lightning_3d.strategies.feeding import FeedingStrategy
+from lightning_3d.strategies.finite import check_action
+from lightning_3d.strategies.guarded import GuardedStrategy
 from lightning_3d.strategies.logs import share_metrics
 from lightning_3d.strategies.optimizers import optimizers_of_a_part, step_by_kind
 from lightning_3d.strategies.pipelined_step import Context, PipelinedStep, warn_of_coupled_samples
 from lightning_3d.strategies.plain_files import check_initial_weights
+from lightning_3d.strategies.replay import check_replay
 from lightning_3d.strategies.scaler import agree_on_overflow
 from lightning_3d.strategies.tied_groups import agree_on_tied_groups
 
 
-class ThreeDStrategy(FeedingStrategy):
+class ThreeDStrategy(GuardedStrategy):
     """Trains an ordinary LightningModule under data, tensor and pipeline parallelism with ZeRO sharding.
 
     Args:
@@ -45,6 +47,9 @@ class ThreeDStrategy(FeedingStrategy):
         loss_parallel: under tensor parallelism, keep logits split over the vocabulary: `F.cross_entropy` then runs on
             the parts, and anything else gathers them.
         sequence_parallel: under tensor parallelism, blocks work on parts of the sequence where no layer is split.
+        nonfinite: what becomes of a step whose loss or gradients are not finite: "error", which says where it began;
+            "skip", on all ranks, as a step of fp16 that overflows; or "ignore". Under a loss scaler it is left to that.
+        replay_every_n_steps: compute every such step twice and compare the bits; 0 for never.
         async_checkpoint: go on training while a copy of each checkpoint is written.
         storage_options: for fsspec, where checkpoints are below a URL (s3://..., memory://...).
         initial_weights: what the model starts from, unless a run is resumed: a Hugging Face folder, a .safetensors,
@@ -68,6 +73,8 @@ class ThreeDStrategy(FeedingStrategy):
         timeout_seconds: float = 1800,
         loss_parallel: bool = False,
         sequence_parallel: bool = False,
+        nonfinite: str = "error",
+        replay_every_n_steps: int = 0,
         async_checkpoint: bool = False,
         storage_options: dict[str, Any] | None = None,
         initial_weights: str | Path | None = None,
@@ -95,6 +102,8 @@ class ThreeDStrategy(FeedingStrategy):
             async_checkpoint=async_checkpoint,
             storage_options=storage_options,
         )
+        self._nonfinite = check_action(nonfinite)
+        self._replay_every_n_steps = check_replay(replay_every_n_steps)
         self._loss_parallel = loss_parallel
         self._sequence_parallel = sequence_parallel
         self._initial_weights = check_initial_weights(initial_weights)
@@ -120,6 +129,10 @@ class ThreeDStrategy(FeedingStrategy):
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         if self._share is None or self._share.module is not self.lightning_module:
+            settings = {**self.layout.as_dict(), "loss_parallel": self._loss_parallel}
+            settings |= {"sequence_parallel": self._sequence_parallel, "nonfinite": self._nonfinite}
+            settings |= {"replay_every_n_steps": self._replay_every_n_steps}
+            self._refuse_differences(trainer, self.lightning_module, settings)
             self._share = self._compose(self.lightning_module)
             if self._initial_weights is not None and trainer.ckpt_path is None:
                 resume.load_initial_weights_(self, self._initial_weights)
@@ -131,12 +144,14 @@ class ThreeDStrategy(FeedingStrategy):
                 self.setup_optimizers(trainer)
             if self.layout.pipeline > 1:
                 agree_on_tied_groups(self)
+            self._refuse_different_optimizers()
             for optimizer in self.optimizers:
                 step_by_kind(optimizer)
             if self.lightning_module.automatic_optimization:
                 agree_on_plateaus(self.lr_scheduler_configs, reduce=self.reduce)
         self.setup_precision_plugin()
         if fitting:
+            self._watch_steps(trainer)
             self._separate_random_streams()
             average_shards(trainer, self.share)
 
@@ -217,10 +232,23 @@ class ThreeDStrategy(FeedingStrategy):
         assert self.lightning_module is not None
         self._begin_step("training_step", args)
         self._before_step()
+        output = self._compute_step(*args, **kwargs)
+        self._saw_step(output, args)
+        return output
+
+    def _compute_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
         if self._pipelined is not None:
             return self._train_pipelined(self._pipelined, args)
         with self.precision_plugin.train_step_context(), self._equal_draws("train"):
             return self.share.run(self.lightning_module.training_step, *args, **kwargs)
+
+    def _compute_forward(self, args: tuple[Any, ...]) -> Any:
+        assert self.lightning_module is not None
+        return self._evaluate(self.lightning_module.training_step, self.precision_plugin.train_step_context, args)
+
+    def _quiet(self) -> Any:
+        return nullcontext() if self._pipelined is None else self._pipelined.quiet()
 
     def _train_pipelined(self, pipelined: PipelinedStep, args: tuple[Any, ...]) -> Any:
         assert self.lightning_module is not None
@@ -297,7 +325,7 @@ class ThreeDStrategy(FeedingStrategy):
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         # In manual optimization this is called inside a running step, which goes on with the new weights.
         self.share.reshard()
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        result = super().optimizer_step(optimizer, self._replayed(closure), model, **kwargs)
         self.share.reshard()
         self.share.refresh()
         self._end_step()
@@ -307,7 +335,6 @@ class ThreeDStrategy(FeedingStrategy):
         """The norm of all gradients of the whole model, equal on every rank; collective."""
         assert self.lightning_module is not None
         return global_norm(self.lightning_module.parameters(), norm_type=norm_type, share=self.share)
-
 
 
 @contextmanager
