@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from training import Recorder, ordered, run, trainer_for, whole_weights
 
 from lightning_3d.errors import DataError, LaunchError, ModelError
-from lightning_3d.parallel.microbatch import batch_size, merge_outputs, split_batch
+from lightning_3d.parallel.microbatch import batch_size, merge_outputs, part_sizes, split_batch
 from lightning_3d.parallel.trunk import cost, cut, find_trunk
 
 # ---------------------------------------------------------------------- the trunk
@@ -128,6 +128,21 @@ def test_batches_that_cannot_be_cut_are_refused() -> None:
         split_batch({"a": torch.zeros(4, 2), "b": torch.zeros(4), "table": torch.zeros(5)}, 2)
 
 
+def test_lists_with_a_tensor_or_nest_for_each_sample_are_cut_as_lists() -> None:
+    images = [torch.full((3, 8, width), float(width)) for width in range(4, 9)]
+    targets = [{"boxes": torch.zeros(count, 4), "labels": torch.zeros(count)} for count in (5, 1, 0, 2, 5)]
+    for batch in ([images, targets], [images, torch.zeros(5)], {"targets": targets}):
+        assert batch_size(batch) == 5 and part_sizes(5, 2) == [3, 2]
+    first, second = split_batch([images, targets], 2)
+    assert [image.shape[-1] for image in first[0] + second[0]] == [4, 5, 6, 7, 8]
+    assert [len(target["boxes"]) for target in first[1] + second[1]] == [5, 1, 0, 2, 5]
+    # Fields of a batch that happen to be as many as its samples.
+    fields = [torch.zeros(2, 3), torch.ones(2, 3)]
+    assert [len(field) for part in split_batch(fields, 2) for field in part] == [1, 1, 1, 1]
+    with pytest.raises(DataError, match=r"batch\[1\] has shape \(5,\), but the batch has 2 samples"):
+        split_batch([torch.zeros(2, 3), torch.zeros(5)], 2)
+
+
 def test_outputs_become_those_of_the_whole_batch() -> None:
     outputs = [
         {"rows": torch.ones(2, 3), "mean": torch.tensor(1.0), "kind": "x", "count": 2},
@@ -138,6 +153,8 @@ def test_outputs_become_those_of_the_whole_batch() -> None:
     assert float(merged["mean"]) == 2.0
     assert merged["kind"] == "x" and merged["count"] == [2, 1]
     assert merge_outputs([None, None], sizes=[1, 1]) is None
+    found = [[torch.zeros(3, 4), torch.zeros(1, 4)], [torch.zeros(0, 4)]]
+    assert [len(boxes) for boxes in merge_outputs(found, sizes=[2, 1])] == [3, 1, 0]
 
 
 # ---------------------------------------------------------------------- steps that a pipeline runs, and refuses

@@ -280,6 +280,57 @@ def test_cross_entropy_needs_no_whole_logits(loss: str) -> None:
     assert run("tp2", count_gathers, loss) == [0, 0]
 
 
+class Beyond(L.LightningModule):
+    """A GPT that meets a token, or a target, that the vocabulary does not have."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.model = GPT(GPTConfig(vocab_size=VOCAB, hidden_size=32, num_layers=2, num_heads=4))
+
+    def training_step(self, rows: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        tokens, targets = rows[:, :-1].clone(), rows[:, 1:].clone()
+        (tokens if self.where == "tokens" else targets)[0, 0] = VOCAB
+        return F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_beyond(layout: str, where: str) -> None:
+    trainer_for(layout, max_steps=1, loss_parallel=True).fit(Beyond(where), ordered(Rows(8), replicas=1))
+
+
+@pytest.mark.parametrize("where", ["tokens", "targets"])
+def test_index_beyond_the_vocabulary_is_an_error_as_in_one_process(where: str) -> None:
+    with pytest.raises(
+        Exception, match=f"IndexError: {where} .*must be in 0 to {VOCAB - 1}, but are from .* to {VOCAB}"
+    ):
+        run("tp2", fit_beyond, where)
+
+
+def differentiate_twice(layout: str) -> str:
+    module = Beyond("tokens")
+    trainer = trainer_for(layout, max_steps=1, loss_parallel=True)
+
+    def step(rows: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = F.cross_entropy(module.model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        (gradient,) = torch.autograd.grad(loss, [module.model.norm.weight], create_graph=True)
+        return loss + gradient.square().sum()
+
+    module.training_step = step  # type: ignore[method-assign]
+    try:
+        trainer.fit(module, ordered(Rows(8), replicas=1))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_second_derivatives_are_refused_rather_than_wrong() -> None:
+    for message in run("tp2", differentiate_twice):
+        assert "differentiate twice" in message
+
+
 # ---------------------------------------------------------------------- transformers, MLPs, biases
 
 

@@ -127,6 +127,8 @@ def build_unfit(kind: str) -> L.LightningModule:
         tied = Tiny({"embed": "vocabulary", "head": "rowwise"}, embed=nn.Embedding(8, 4), head=nn.Linear(4, 8))
         tied.head.weight = tied.embed.weight
         return tied
+    if kind == "gradients by frequency":
+        return Tiny({"embed": "vocabulary"}, embed=nn.Embedding(8, 4, scale_grad_by_freq=True))
     heads = {"heads": (6, 6), "heads of keys": (12, 3)}[kind]
     module = TinyGPT()
     module.model = GPT(
@@ -147,6 +149,7 @@ UNFIT = {
     "heads": r"layers.0.attention.wq has 6 heads, which do not divide by tensor_parallel_size=4. .* one of 1, 2, 3, 6",
     "heads of keys": r"layers.0.attention.wk has 3 heads, which can neither be split over nor copied to 4 ranks",
     "hugging face heads": r"self_attn.q_proj has 6 heads, which do not divide .* one of 1, 2, 3, 6",
+    "gradients by frequency": "embed has scale_grad_by_freq=True, which a split embedding does not do",
     "tied to a module without an entry": "head shares a parameter with a module that the plan splits.*entry",
     "tied to a module that is split otherwise": "head.weight is split along dimension 0 .* 1",
 }

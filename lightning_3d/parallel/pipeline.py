@@ -50,7 +50,7 @@ class Wire:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScheduleKey:
     """What a schedule depends on: one is kept for each.
 
     Args:
@@ -82,7 +82,7 @@ class Pipeline:
         self._group = group
         self._schedule = schedule
         self._device = device
-        self._schedules: dict[Plan, Any] = {}
+        self._schedules: dict[ScheduleKey, Any] = {}
         # The largest wires seen, by their dtypes, and the dtypes that batches of a signature need.
         self._wires: dict[tuple[torch.dtype, ...], tuple[Wire, ...]] = {}
         self._known: dict[Any, tuple[torch.dtype, ...]] = {}
@@ -116,14 +116,14 @@ class Pipeline:
         self._step, self._seed, self._sync = step, seed, sync
         if signature not in self._known:
             self._known[signature] = self._grow(self._probe(step, sizes))
-        plan = Plan(self._wires[self._known[signature]], len(sizes), training, loss_dtype)
-        if plan not in self._schedules:
-            self._schedules[plan] = self._build(plan)
+        key = ScheduleKey(self._wires[self._known[signature]], len(sizes), training, loss_dtype)
+        if key not in self._schedules:
+            self._schedules[key] = self._build(key)
         indices = torch.arange(len(sizes))
         targets = {"target": indices} if training else {}
         try:
             with self._random_streams():
-                self._schedules[plan].step(index=indices, return_outputs=False, **targets)
+                self._schedules[key].step(index=indices, return_outputs=False, **targets)
         except RuntimeError as error:
             if error.__cause__ is not None and any(text in str(error).lower() for text in _WRAPPED):
                 # The user's own, or one of ours that says what to do.
@@ -158,7 +158,7 @@ class Pipeline:
         self._wires[key] = largest
         if largest != before:
             # Schedules keep buffers for what they receive: those that were outgrown go.
-            self._schedules = {plan: kept for plan, kept in self._schedules.items() if plan.wires != before}
+            self._schedules = {key: kept for key, kept in self._schedules.items() if key.wires != before}
         return key
 
     def _probe(self, step: Step, sizes: list[int]) -> tuple[Wire, ...]:
@@ -191,30 +191,30 @@ class Pipeline:
         finally:
             set_random_state(before)
 
-    def _build(self, plan: Plan) -> Any:
+    def _build(self, key: ScheduleKey) -> Any:
         stages: list[Any] = [
-            _TorchStage(self, stage, share, plan, group=self._group, device=self._device)
+            _TorchStage(self, stage, share, key, group=self._group, device=self._device)
             for stage, share in zip(self.split.stages, self.shares, strict=True)
         ]
-        loss = _first if plan.training else None
+        loss = _first if key.training else None
         if len(stages) > 1:
-            kind: Any = ScheduleInterleaved1F1B if plan.training else ScheduleLoopedBFS
-            return kind(stages, plan.count, loss_fn=loss, scale_grads=False)
-        few = plan.count < len(self.split.all_stages)
-        kind = Schedule1F1B if plan.training and self._schedule == "1f1b" and not few else ScheduleGPipe
-        return kind(stages[0], plan.count, loss_fn=loss, scale_grads=False)
+            kind: Any = ScheduleInterleaved1F1B if key.training else ScheduleLoopedBFS
+            return kind(stages, key.count, loss_fn=loss, scale_grads=False)
+        few = key.count < len(self.split.all_stages)
+        kind = Schedule1F1B if key.training and self._schedule == "1f1b" and not few else ScheduleGPipe
+        return kind(stages[0], key.count, loss_fn=loss, scale_grads=False)
 
 
 class _StageModule(nn.Module):
     """What torch's schedule calls for a micro-batch of one stage."""
 
-    def __init__(self, pipeline: Pipeline, stage: Stage, share: Share, plan: Plan) -> None:
+    def __init__(self, pipeline: Pipeline, stage: Stage, share: Share, key: ScheduleKey) -> None:
         super().__init__()
         # Not as a submodule: torch's stage would take the share's module for its own to reduce.
         self._run = partial(share.run, pipeline.serve, stage)
         self._index = stage.index
-        self._sends = None if stage.last else plan.wires[stage.index]
-        self._loss_dtype = plan.loss_dtype
+        self._sends = None if stage.last else key.wires[stage.index]
+        self._loss_dtype = key.loss_dtype
 
     def forward(self, *wire: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         HERE.act("forward", stage=self._index, microbatch=int(index))
@@ -240,22 +240,22 @@ class _TorchStage(PipelineStage):
         pipeline: Pipeline,
         stage: Stage,
         share: Share,
-        plan: Plan,
+        key: ScheduleKey,
         *,
         group: ProcessGroup,
         device: torch.device,
     ) -> None:
         def example(wire: Wire) -> torch.Tensor:
-            return torch.empty(wire.numel, dtype=wire.dtype, device="meta", requires_grad=plan.training)
+            return torch.empty(wire.numel, dtype=wire.dtype, device="meta", requires_grad=key.training)
 
-        loss = torch.empty((), dtype=plan.loss_dtype, device="meta", requires_grad=plan.training)
+        loss = torch.empty((), dtype=key.loss_dtype, device="meta", requires_grad=key.training)
         super().__init__(
-            _StageModule(pipeline, stage, share, plan),
+            _StageModule(pipeline, stage, share, key),
             stage.index,
             len(pipeline.split.all_stages),
             device,
-            input_args=() if stage.first else (example(plan.wires[stage.index - 1]),),
-            output_args=(loss,) if stage.last else (example(plan.wires[stage.index]),),
+            input_args=() if stage.first else (example(key.wires[stage.index - 1]),),
+            output_args=(loss,) if stage.last else (example(key.wires[stage.index]),),
             group=group,
         )
         self._pipeline = pipeline

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from lightning_3d.errors import ModelError
@@ -37,7 +38,7 @@ class SequenceRegion(Region):
         return whole
 
     def out_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        return _ReduceScatter.apply(tensor, self.group)
+        return _Scatter.apply(tensor, self.group, True)
 
     def whole(self, parameter: torch.Tensor) -> torch.Tensor:
         # Added to a part of the sequence: its gradient is a part of the sum.
@@ -95,7 +96,7 @@ def _before(region: SequenceRegion, first: bool, block: nn.Module, args: Any, kw
             f"tensor_parallel_size={region.size} ranks. Pad the sequence to a multiple of {region.size}, or set "
             "sequence_parallel=False."
         )
-    return _with_first(args, kwargs, _Scatter.apply(hidden, region.group))
+    return _with_first(args, kwargs, _Scatter.apply(hidden, region.group, False))
 
 
 def _after(region: SequenceRegion, last: bool, block: nn.Module, args: Any, output: Any) -> Any:
@@ -120,34 +121,23 @@ class _Gather(torch.autograd.Function):
         return _gather(tensor, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return (_reduce_scatter if ctx.summed else _part)(gradient, ctx.group), None, None
 
 
 class _Scatter(torch.autograd.Function):
-    """This rank's part of a sequence that is equal on all ranks."""
+    """This rank's part of a sequence: of the sum of all ranks' partial results (`summed`), or of equal ones."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup, summed: bool) -> torch.Tensor:
         ctx.group = group
-        return _part(tensor, group)
+        return (_reduce_scatter if summed else _part)(tensor, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _gather(gradient, ctx.group), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    """This rank's part of the sum of all ranks' partial results."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _reduce_scatter(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _gather(gradient, ctx.group), None
+        return _gather(gradient, ctx.group), None, None
 
 
 def _part(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

@@ -80,24 +80,24 @@ class StagedModule(Share):
     def combine_gradients(self) -> None:
         """Sum the gradients of parameters that several stages have, at the end of a window; collective."""
         for parameter in self._everywhere:
-            _sum_(parameter, [self._group])
+            _sum_(parameter, [self._group, self._data_group])
             if parameter.grad is not None:
-                dist.all_reduce(parameter.grad, group=self._data_group)
                 parameter.grad.div_(self._data_group.size())
         for parameter, _, group in self._tied:
             _sum_(parameter, [group])
 
 
 def _sum_(parameter: nn.Parameter, groups: list[ProcessGroup]) -> None:
-    """Sum a gradient over copies; it stays None where no copy has one."""
-    for group in groups:
-        used = torch.tensor(float(parameter.grad is not None), device=parameter.device)
+    """Sum a gradient over copies, group by group; it stays None where no copy has one."""
+    has_one = parameter.grad is not None
+    used = torch.full((), float(has_one), device=parameter.device)
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    for group in (group for group in groups if group.size() > 1):
         dist.all_reduce(used, group=group)
-        if not used:
-            return
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(local_tensor(parameter.grad), group=group)
+        dist.all_reduce(local_tensor(gradient), group=group)
+    # Read where it tells something alone: reading waits for the device.
+    if not has_one and used:
+        parameter.grad = gradient
 
 
 def _tied(

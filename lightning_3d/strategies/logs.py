@@ -32,12 +32,12 @@ class Entry:
     options: dict[str, Any] = field(default_factory=dict)
     metric: str | None = None
 
-    def merged(self) -> Any:
+    def merged(self, device: torch.device) -> Any:
+        """One value for the batch, on the device, which is not waited for."""
         known = [(value, size) for value, size in zip(self.values, self.sizes, strict=True) if value is not None]
         if not known:
             return None
-        tensors = [torch.as_tensor(value).detach().float().cpu() for value, _ in known]
-        doubles = [torch.as_tensor(value).detach().cpu().double() for value, _ in known]
+        doubles = [torch.as_tensor(value).detach().to(device, torch.float64) for value, _ in known]
         reduce = self.options.get("reduce_fx", "mean")
         kinds: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
             "sum": torch.sum, sum: torch.sum, torch.sum: torch.sum,
@@ -48,8 +48,7 @@ class Entry:
             result = weighted_mean([double.mean() for double in doubles], [size for _, size in known])
         else:
             result = kinds.get(reduce, reduce)(torch.stack(doubles))
-        dtype = torch.float64 if _is_double(self.values) else tensors[0].dtype
-        return result.to(dtype)
+        return result.to(torch.float64 if _is_double(self.values) else torch.float32)
 
 
 class LogRecorder:
@@ -110,7 +109,7 @@ class LogRecorder:
             options = dict(entry.options)
             if options.get("batch_size") is not None:
                 options["batch_size"] = sum(entry.sizes)
-            taken.append((entry.name, entry.merged(), options, entry.metric))
+            taken.append((entry.name, entry.merged(self._module.device), options, entry.metric))
         return taken
 
     def emit(self, taken: list[tuple[str, Any, dict[str, Any], str | None]]) -> None:

@@ -16,8 +16,16 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_3d.errors import ModelError
 from lightning_3d.layout import Layout, fits_interleaved
-from lightning_3d.parallel.microbatch import batch_size, map_tensors, merge_outputs, split_batch, weighted_mean
+from lightning_3d.parallel.microbatch import (
+    batch_size,
+    map_tensors,
+    merge_outputs,
+    part_sizes,
+    split_batch,
+    weighted_mean,
+)
 from lightning_3d.parallel.placeholder import is_placeholder
+from lightning_3d.parallel.relay import Relay
 from lightning_3d.parallel.staged import StagedModule
 from lightning_3d.strategies.logs import LogRecorder
 from lightning_3d.strategies.step_guards import PartialModules, SharedBuffers
@@ -50,11 +58,14 @@ class PipelinedStep:
         self._module = module
         self._share = share
         self._layout = layout
-        self._group = group
         self._data_group = data_group
         self.seed = seed
         self.running = False
         self._recorder = LogRecorder(module)
+        self._relay = Relay(group, source=group.size() - 1, device=module.device)
+        # Ranks of a GPU must not wait for it to agree on a count.
+        on_host = dist.get_backend(data_group) == "gloo"
+        self._count_group = data_group if on_host else dist.new_group(backend="gloo")
         self._partial = PartialModules(module)
         split = share.pipeline.split
         self._buffers = SharedBuffers(module, own=[part for stage in split.stages for part in split.pieces(stage)])
@@ -119,8 +130,8 @@ class PipelinedStep:
         batch, *rest = args
         training = factor is not None
         total = batch_size(batch)
-        microbatches = split_batch(batch, self._count(total, training))
-        sizes = [batch_size(microbatch) for microbatch in microbatches]
+        count = self._count(total, training)
+        microbatches, sizes = split_batch(batch, count), part_sizes(total, count)
         losses: list[Any] = [None] * len(sizes)
         outputs: list[Any] = [None] * len(sizes)
         pipeline = self._share.pipeline
@@ -157,20 +168,18 @@ class PipelinedStep:
                 )
         finally:
             self.running = False
-        return self._share_results(losses if training else None, outputs, sizes)
+        return self._share_results(losses if training else None, outputs, sizes, kind=function.__name__)
 
-    def _share_results(self, losses: Any, outputs: list[Any], sizes: list[int]) -> tuple[torch.Tensor, Any]:
+    def _share_results(
+        self, losses: Any, outputs: list[Any], sizes: list[int], *, kind: str
+    ) -> tuple[torch.Tensor, Any]:
         """The last stage's loss, output and logs, on every rank of the pipeline."""
-        device = self._module.device
-        box: list[Any] = [None]
+        mine: Any = None
         if self._share.pipeline.has_last_stage:
-            loss = weighted_mean(losses, sizes) if losses else torch.zeros(())
+            loss = weighted_mean(losses, sizes) if losses else torch.zeros((), device=self._module.device)
             merged = merge_outputs(_without_loss(outputs) if losses else outputs, sizes=sizes)
-            box = [(loss, merged, self._recorder.take(), self._buffers.changed())]
-        if self._group.size() > 1:
-            box = map_tensors(lambda t: t.detach().cpu(), box)
-            dist.broadcast_object_list(box, group=self._group, group_src=self._group.size() - 1)
-        loss, merged, logs, buffers = map_tensors(lambda t: t.detach().to(device), box[0])
+            mine = loss, merged, self._recorder.take(), self._buffers.changed()
+        loss, merged, logs, buffers = self._relay.share(mine, kind=kind)
         if not self._share.pipeline.has_last_stage:
             self._buffers.update(buffers)
         if not self._quiet:
@@ -186,8 +195,8 @@ class PipelinedStep:
             rank_zero_warn(f"num_microbatches={asked}, but a batch has {size} samples: it is cut into {size}.")
         if self._layout.data_parallel_shards > 1 and (self._layout.zero_stage >= 2 or not training):
             # Each micro-batch gathers or reduces over data-parallel ranks, whose last batches may differ in size.
-            fewest = torch.tensor(count, device=self._module.device)
-            dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=self._data_group)
+            fewest = torch.tensor(count)
+            dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=self._count_group)
             count = int(fewest)
         if training and self._layout.schedule == "interleaved1f1b" and stages > 1:
             while not fits_interleaved(count, stages):
@@ -216,14 +225,21 @@ class _CarryGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        if abs(float(gradient) / ctx.factor - 1) > 1e-6:
-            raise ModelError(
-                f"the loss was multiplied by {float(gradient):g} on its way to the backward, where {ctx.factor:g} was "
-                "expected. Under a pipeline the backward runs inside training_step: scale the loss there."
-            )
+        expected = (gradient / ctx.factor - 1).abs() <= 1e-6
+        if gradient.is_cuda:
+            # Told by the device itself: to read the number here would be to wait for all that it has to do.
+            torch._assert_async(expected, f"{_SCALED} Expected was {ctx.factor:g}.")
+        elif not expected:
+            raise ModelError(f"{_SCALED} Expected was {ctx.factor:g}, found {float(gradient):g}.")
         for parameter, value in ctx.carried:
             parameter.grad = value
         return None, None, None
+
+
+_SCALED = (
+    "the loss was multiplied on its way to the backward by another factor than Lightning's own. Under a pipeline the "
+    "backward runs inside training_step: scale the loss there."
+)
 
 
 def _loss(output: Any) -> torch.Tensor:
