@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
 from modules import Rows, TinyGPT
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils.data import DataLoader, TensorDataset
 from training import Recorder, ordered, run, trainer_for, whole_weights
 
 from lightning_3d import Layout
+from lightning_3d.checkpoint import store
 from lightning_3d.parallel.local import local_tensor
 
 pytestmark = pytest.mark.distributed
 
-LAYOUTS = ["single", "dp2", "zero1x2", "zero3x2"]
+LAYOUTS = ["single", "dp2", "zero1x2", "zero2x2", "zero3x2"]
 
 # precision: (weights, gradients, moments, what a block's matrix product gives). As Lightning documents its plugins for
 # one process; sharding changes none of it.
@@ -79,6 +83,54 @@ def test_dtypes_are_those_of_the_table_and_losses_those_of_auto(layout: str, pre
         assert got["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE[precision])
         assert got["val_loss"] == pytest.approx(expected["val_loss"], rel=TOLERANCE[precision])
         assert got["losses"][-1] < got["losses"][0]
+
+
+# By the first name until torch 2.12.
+SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_single")
+
+
+def fit_and_look(layout: str, precision: str, folder: Path) -> dict[str, set[str]]:
+    """Dtypes of what ranks send each other for weights and gradients, and of what a checkpoint keeps."""
+    L.seed_everything(1, verbose=False)
+    sent: dict[str, set[str]] = {}
+
+    def note(name: str) -> Any:
+        send = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for value in (*args, *kwargs.values()):
+                # Not the votes and counts.
+                if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 64:
+                    sent.setdefault(name, set()).add(str(value.dtype))
+            return send(*args, **kwargs)
+
+        return call
+
+    trainer = trainer_for(layout, max_steps=2, precision=precision)
+    module = TinyGPT()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", *SCATTERS, "all_gather_into_tensor", "all_gather_single"):
+            if hasattr(dist, name):
+                patch.setattr(dist, name, note(name))
+        trainer.fit(module, ordered(Rows(), replicas=Layout.parse(layout).data))
+    trainer.save_checkpoint(folder / "end.ckpt")
+    kept = store.saved_tensors(folder / "end.ckpt")
+    dtypes: dict[str, set[str]] = {"weights": set(), "moments": set()}
+    for name, entry in kept.items():
+        if isinstance(entry, TensorStorageMetadata) and (name.startswith("model.") or ".exp_avg" in name):
+            dtypes["weights" if name.startswith("model.") else "moments"].add(str(entry.properties.dtype))
+    return {"sent": set().union(*sent.values()), "how": set(sent), **dtypes}
+
+
+@pytest.mark.parametrize("layout", ["dp2", "zero1x2", "zero2x2", "zero3x2"])
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_what_is_sent_and_what_a_checkpoint_keeps_have_the_dtype_of_the_weights(
+    layout: str, precision: str, tmp_path: Path
+) -> None:
+    dtype = str(TABLE[precision][0])
+    for got in run(layout, fit_and_look, precision, tmp_path):
+        assert got["sent"] == got["weights"] == got["moments"] == {dtype}
+        assert got["how"] & ({"all_reduce"} if layout == "dp2" else set(SCATTERS))
 
 
 class Small(L.LightningModule):
