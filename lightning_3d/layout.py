@@ -126,7 +126,10 @@ class Layout:
         other = known["tensor_parallel_size"] * known["pipeline_parallel_size"]
         product = other * known["data_parallel_size"]
         if world_size % other:
-            return f"Start {product} processes (Trainer(devices=...)), or set sizes that multiply to {world_size}."
+            return (
+                f"Start {product} processes (Trainer(devices=...)), or set {', '.join(known)} to sizes that multiply "
+                f"to {world_size}."
+            )
         return f"Set data_parallel_size={world_size // other} or 'auto', or start {product} processes."
 
     @property

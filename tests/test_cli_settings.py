@@ -1,184 +1,21 @@
-"""Every setting of every recipe refuses a bad value by name, quickly, and before anything is written or started."""
+"""What the settings of a run mean: names, layouts, recipes, and mistakes in them told in one line."""
 
 import math
-import time
 
 import pytest
 import yaml
 
 from lightning_3d.cli import main
 from lightning_3d.cli.check import check_layout
-from lightning_3d.cli.config import compose_recipe, groups, recipes
+from lightning_3d.cli.config import groups, recipes
 from lightning_3d.cli.job import prepare
 from lightning_3d.errors import ConfigError, LayoutError
-
-LANGUAGE_MODEL = {
-    "model.learning_rate": "0",
-    "model.weight_decay": "-0.1",
-    "model.betas": "[0.9,1.5]",
-    "model.warmup_steps": "-1",
-    "model.max_steps": "0",
-    "model.min_learning_rate_ratio": "2",
-}
-TEXT = {
-    "data.files": "5",
-    "data.max_bytes": "0",
-    "data.vocab_size": "3",
-    "data.sequence_length": "0",
-    "data.global_batch_size": "0",
-    "data.validation_fraction": "1.0",
-    "data.num_workers": "-1",
-    "data.shuffle": "5",
-    "data.seed": "-1",
-    "data.cache_dir": "5",
-}
-EVERY_RUN = {
-    "name": "a/b",
-    "seed": "-1",
-    "output_dir": "''",
-    "run_dir": "5",
-    "resume": "nowhere",
-    "layout": "zero9x2",
-    "metric": "5",
-    "strategy.data_parallel_size": "3",
-    "strategy.data_parallel_replicas": "0",
-    "strategy.tensor_parallel_size": "0",
-    "strategy.pipeline_parallel_size": "x",
-    "strategy.zero_stage": "4",
-    "strategy.schedule": "1f2b",
-    "strategy.num_microbatches": "0",
-    "strategy.process_group_backend": "mpi",
-    "strategy.timeout_seconds": "0",
-    "strategy.loss_parallel": "5",
-    "strategy.sequence_parallel": "5",
-    "strategy.nonfinite": "5",
-    "strategy.replay_every_n_steps": "-1",
-    "trainer.accelerator": "abacus",
-    "trainer.devices": "0",
-    "trainer.num_nodes": "0",
-    "trainer.precision": "12",
-    "trainer.max_epochs": "-2",
-    "trainer.max_steps": "many",
-    "trainer.val_check_interval": "0",
-    "trainer.check_val_every_n_epoch": "0",
-    "trainer.limit_train_batches": "1.5",
-    "trainer.limit_val_batches": "-1",
-    "trainer.log_every_n_steps": "-1",
-    "trainer.accumulate_grad_batches": "0",
-    "trainer.gradient_clip_val": "-1.0",
-    "trainer.gradient_clip_algorithm": "both",
-    "trainer.num_sanity_val_steps": "-2",
-    "trainer.enable_progress_bar": "5",
-    "trainer.enable_model_summary": "5",
-    "trainer.deterministic": "perhaps",
-    "callbacks.checkpoint.dirpath": "5",
-    "callbacks.checkpoint.filename": "5",
-    "callbacks.checkpoint.monitor": "5",
-    "callbacks.checkpoint.mode": "median",
-    "callbacks.checkpoint.save_top_k": "-2",
-    "callbacks.checkpoint.save_last": "maybe",
-    "callbacks.checkpoint.every_n_train_steps": "0",
-    "callbacks.learning_rate.logging_interval": "hour",
-    "callbacks.gradient_norm.norm_type": "0",
-    "callbacks.progress.refresh_rate": "-1",
-    "logger.save_dir": "5",
-    "logger.project": "5",
-    "logger.name": "5",
-    "logger.mode": "away",
-    "logger.entity": "5",
-    "logger.group": "5",
-    "logger.tags": "5",
-}
-BAD_VALUES = {
-    "stdlib_gpt": {
-        **EVERY_RUN,
-        **TEXT,
-        **LANGUAGE_MODEL,
-        "model.config.vocab_size": "0",
-        "model.config.hidden_size": "130",
-        "model.config.num_layers": "0",
-        "model.config.num_heads": "3",
-        "model.config.num_kv_heads": "3",
-        "model.config.ffn_size": "0",
-        "model.config.max_sequence_length": "0",
-        "model.config.rope_theta": "0",
-        "model.config.norm_eps": "0",
-        "model.config.dropout": "1",
-        "model.config.tie_embeddings": "5",
-    },
-    "stdlib_llama_hf": {
-        **TEXT,
-        **LANGUAGE_MODEL,
-        "model.config.model_type": "lama",
-        "model.config.vocab_size": "x",
-        "model.config.hidden_size": "x",
-        "model.config.intermediate_size": "x",
-        "model.config.num_hidden_layers": "x",
-        "model.config.num_attention_heads": "x",
-        "model.config.num_key_value_heads": "x",
-        "model.config.max_position_embeddings": "x",
-        "model.config.tie_word_embeddings": "x",
-        "model.path": "nowhere",
-        "model.loss": "theirs",
-    },
-    "digits_mlp": {
-        "data.global_batch_size": "0",
-        "data.validation_fraction": "0",
-        "data.num_workers": "-1",
-        "data.shuffle": "5",
-        "data.seed": "-1",
-        "model.hidden_size": "0",
-        "model.num_hidden_layers": "0",
-        "model.optimizer": "adam",
-        "model.learning_rate": "-1",
-        "model.weight_decay": "-1",
-    },
-}
-CASES = [(recipe, key, value) for recipe, table in BAD_VALUES.items() for key, value in table.items()]
-
-
-def leaves(node: dict, prefix: str = "") -> set[str]:
-    found: set[str] = set()
-    for key, value in node.items():
-        if key != "_target_":
-            found |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key}
-    return found
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported():
-    """Times below are beyond the imports, which the first call does."""
-    main(["train", "recipe=digits_mlp", "seed=-1"])
 
 
 @pytest.fixture(autouse=True)
 def in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-@pytest.mark.parametrize(("recipe", "key", "value"), CASES, ids=lambda value: str(value))
-def test_bad_value_is_refused_by_name_with_a_way_out(recipe, key, value, capsys, in_empty_folder):
-    # Of the processor: what else the machine does is not this program's time.
-    start = time.process_time()
-    assert main(["train", f"recipe={recipe}", f"{key}={value}"]) == 2
-    assert time.process_time() - start < 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    message = captured.err.strip()
-    assert message.startswith("error: ") and "\n" not in message
-    assert key.rpartition(".")[2] in message
-    assert any(
-        way in message.lower()
-        for way in ("set ", "would do", "did you mean", "must be", "usual", "leave", "write", "recipe has")
-    )
-    assert list(in_empty_folder.iterdir()) == []
-
-
-@pytest.mark.parametrize("recipe", BAD_VALUES)
-def test_every_setting_of_the_recipe_has_a_bad_value_here(recipe):
-    tested = set(BAD_VALUES[recipe]) | set(EVERY_RUN)
-    assert leaves(compose_recipe(recipe)) == tested
 
 
 @pytest.mark.parametrize(
@@ -259,8 +96,9 @@ def test_recipe_that_needs_a_value_says_how_to_write_it(capsys):
 @pytest.mark.parametrize("recipe", [name for name in recipes() if name != "finetune_hf"])
 @pytest.mark.parametrize("option", [f"{group}={one}" for group in ("strategy", "logger") for one in groups()[group]])
 def test_every_option_makes_a_config_that_passes(recipe, option, capsys):
-    # Four processes suit every option.
-    assert main(["train", f"recipe={recipe}", option, "trainer.devices=4", "--print-config"]) == 0
+    # Four processes suit every option, and enough layers for as many stages.
+    layers = ["model.num_hidden_layers=3"] if recipe == "digits_mlp" else []
+    assert main(["train", f"recipe={recipe}", option, "trainer.devices=4", *layers, "--print-config"]) == 0
     config = yaml.safe_load(capsys.readouterr().out)
     assert "${" not in str(config)
 

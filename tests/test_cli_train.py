@@ -8,12 +8,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from wandb.proto import wandb_internal_pb2
 
 from lightning_3d.checkpoint import store
+from lightning_3d.layout import Layout
 
 pytestmark = pytest.mark.distributed
 
@@ -49,6 +51,13 @@ def wandb_records(file: Path) -> Iterator[wandb_internal_pb2.Record]:
             record.ParseFromString(whole)
             yield record
             whole = b""
+
+
+def logged(file: Path) -> Iterator[dict[str, Any]]:
+    """Rows of an offline run's history."""
+    for record in wandb_records(file):
+        if record.HasField("history"):
+            yield {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
 
 
 def ranks_in(folder: Path) -> list[int]:
@@ -128,12 +137,9 @@ def test_killed_and_resumed_are_one_wandb_run_with_every_step_and_setting(resume
         for record in wandb_records(file):
             for update in [*record.run.config.update, *record.config.update]:
                 config[update.key or ".".join(update.nested_key)] = json.loads(update.value_json)
-            if record.HasField("history"):
-                row = {
-                    item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
-                }
-                keys |= row.keys()
-                steps |= {row["trainer/global_step"]} if "train_loss" in row else set()
+        for row in logged(file):
+            keys |= row.keys()
+            steps |= {row["trainer/global_step"]} if "train_loss" in row else set()
     assert {"train_loss", "val_loss", "val_accuracy", "grad_norm", "samples_per_second", "lr-AdamW"} <= keys
     # The killed process may not have written its last rows; the resumed one has all of its own.
     assert set(range(step, 400)) <= steps
@@ -148,6 +154,43 @@ def test_run_folder_in_use_is_not_overwritten(resumed):
     assert done.returncode == 2
     assert "Set resume=auto to go on with it" in done.stderr
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("launcher", "layout"),
+    [
+        ("own", "pp2"),
+        pytest.param("own", "dp2-tp2-pp2", marks=pytest.mark.slow),
+        pytest.param("torchrun", "dp2-tp2-pp2", marks=pytest.mark.slow),
+    ],
+)
+def test_loss_of_the_last_stage_is_in_one_wandb_run_that_a_resumed_run_goes_on_with(launcher, layout, tmp_path):
+    ranks = str(Layout.parse(layout).world_size)
+    command = TRAIN
+    if launcher == "torchrun":
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks, *TRAIN[1:]]
+    command = [
+        *command,
+        f"layout={layout}",
+        "run_dir=here",
+        "model.num_hidden_layers=3",
+        "trainer.val_check_interval=3",
+        "trainer.log_every_n_steps=1",
+        "callbacks.checkpoint.every_n_train_steps=3",
+    ]
+    environment = {**os.environ, "WANDB_MODE": "offline"}
+    for more in (["trainer.max_steps=6"], ["trainer.max_steps=12", "resume=auto"]):
+        done = subprocess.run(
+            [*command, *more], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
+        )
+        assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+    identity = (tmp_path / "here" / "wandb_run_id").read_text()
+    files = sorted((tmp_path / "here" / "wandb").glob("offline-run-*/*.wandb"))
+    assert [file.name for file in files] == [f"run-{identity}.wandb"] * 2
+    steps = [[row["trainer/global_step"] for row in logged(file) if "train_loss" in row] for file in files]
+    assert steps == [list(range(6)), list(range(6, 12))]
+    assert any("val_loss" in row for row in logged(files[1]))
 
 
 def test_failing_rank_is_told_and_ends_the_run(tmp_path):

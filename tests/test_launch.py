@@ -71,6 +71,12 @@ def test_forked_ranks_see_the_given_environment_and_do_not_change_ours():
     assert dict(os.environ) == before
 
 
+def test_number_of_threads_is_that_of_the_given_environment(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    code = "import os, sys; sys.exit(int(os.environ['OMP_NUM_THREADS']))"
+    assert start_ranks([sys.executable, "-c", code], world_size=1, env={**os.environ, "OMP_NUM_THREADS": "3"}) == 3
+
+
 def test_large_results_come_back_whole():
     results = fork_ranks(lambda: torch.full((1_000_000,), float(os.environ["RANK"])), world_size=2, timeout_seconds=60)
     assert [result.mean().item() for result in results] == [0.0, 1.0]

@@ -9,13 +9,15 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import lightning as L
 import torch
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 
 from lightning_3d.cli.config import closest, value_at
+from lightning_3d.cli.fit import check_batch, check_end, check_lengths, check_model
 from lightning_3d.cli.targets import described, matches, parameters
-from lightning_3d.data.batch import per_rank_batch_size
+from lightning_3d.data.text import TextDataModule
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.layout import Layout
 
@@ -68,6 +70,14 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "callbacks.checkpoint.mode": (lambda v: v in ("min", "max"), "'min' or 'max'", "max"),
     "callbacks.gradient_norm.norm_type": (lambda v: v > 0, "a number above 0", "2.0"),
     "callbacks.progress.refresh_rate": (lambda v: _count(v, 0), "a whole number from 0 on", "10"),
+    # transformers builds models without a word of sizes that are no sizes.
+    **{
+        f"model.config.{size}": (lambda v: _count(v, 1), "a whole number from 1 on", "4")
+        for size in (
+            *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+            *("num_key_value_heads", "max_position_embeddings", "n_embd", "n_head", "n_layer", "n_positions"),
+        )
+    },
     "logger.flush_logs_every_n_steps": (lambda v: _count(v, 1), "a whole number from 1 on", "100"),
 }
 
@@ -164,7 +174,7 @@ def number_of_processes(trainer: Mapping[str, Any]) -> int:
     from lightning.fabric.utilities.device_parser import _select_auto_accelerator
     from lightning.pytorch.accelerators import AcceleratorRegistry
 
-    name = trainer.get("accelerator") or "auto"
+    name = "auto" if trainer.get("accelerator") is None else trainer["accelerator"]
     names = ["auto", "gpu", *AcceleratorRegistry.available_accelerators()]
     if name not in names:
         raise ConfigError(f"trainer.accelerator={name!r} is unknown. {closest(name, names)}")
@@ -201,25 +211,32 @@ def check_layout(config: Mapping[str, Any], *, world_size: int) -> Layout | None
     if not isinstance(layout, Layout):
         return None
     layout = layout.resolve(world_size)
-    batch = value_at(config, "data.global_batch_size")
-    if isinstance(batch, int):
-        try:
-            per_rank_batch_size(global_batch_size=batch, data_parallel_size=layout.data)
-        except Lightning3DError as error:
-            raise ConfigError(f"data: {error}") from error
+    check_batch(config, layout)
     return layout
 
 
-def check_parts(config: Mapping[str, Any]) -> None:
+def check_parts(config: Mapping[str, Any], layout: Layout | None = None) -> None:
     """Make the data module, the model, callbacks and Trainer once, so that they refuse what only they know.
+
+    Args:
+        layout: that the model is to fit; None leaves that out.
 
     Raises:
         ConfigError: with what they say.
     """
-    _make("data", config["data"])
+    data = _make("data", config["data"])
+    if isinstance(data, TextDataModule) and data.files is not None:
+        with _named("data"):
+            data.split_files()
     # Only their checks are wanted: on the meta device weights take neither time nor memory.
     with torch.device("meta"):
-        _make("model", config["model"])
+        model = _make("model", config["model"])
+    check_lengths(config, layout)
+    check_end(config)
+    # Stored weights are not read twice.
+    if layout is not None and isinstance(model, L.LightningModule) and value_at(config, "model.path") is None:
+        with _named("model"):
+            check_model(model, layout)
     for name, callback in config["callbacks"].items():
         if callback:
             _make(f"callbacks.{name}", callback)
@@ -247,6 +264,15 @@ def _make(path: str, node: Mapping[str, Any], **others: Any) -> Any:
         ):
             raise ConfigError(f"{path}: {_line(cause)}") from cause
         return None
+
+
+@contextlib.contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Put the settings' place before what one of our own errors says."""
+    try:
+        yield
+    except Lightning3DError as error:
+        raise type(error)(f"{path}: {_line(error)}") from error
 
 
 @contextlib.contextmanager

@@ -93,7 +93,11 @@ def resolve(config: dict[str, Any]) -> dict[str, Any]:
     try:
         return OmegaConf.to_container(OmegaConf.create(config), resolve=True)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
-        raise ConfigError(_first_line(error)) from error
+        key = error.full_key
+        value = value_at(config, key) if key else None
+        raise ConfigError(
+            f"{key}={value} refers to nothing: {_first_line(error)}. Write {key}=VALUE, or a ${{key}} that there is."
+        ) from error
 
 
 def parse_override(line: str) -> Override:
@@ -103,9 +107,11 @@ def parse_override(line: str) -> Override:
         ConfigError: it cannot be read.
     """
     try:
-        return OverridesParser.create().parse_override(line)
+        if not line.startswith("="):
+            return OverridesParser.create().parse_override(line)
     except HydraException:
-        raise ConfigError(f"{line!r} cannot be read: write key=value, e.g. trainer.max_steps=10.") from None
+        pass
+    raise ConfigError(f"{line!r} cannot be read: write key=value, e.g. trainer.max_steps=10.")
 
 
 def is_hydras_own(override: Override) -> bool:
@@ -168,6 +174,19 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
         if is_hydras_own(override):
             raise ConfigError(f"{line!r}: Hydra's own settings play no part in a single run. Leave it out, or add -m.")
     return parsed
+
+
+def check_once(arguments: Sequence[str]) -> None:
+    """Refuse two values for one setting, of which Hydra would take the last without a word.
+
+    Raises:
+        ConfigError: names both.
+    """
+    first: dict[str, str] = {}
+    for argument in arguments:
+        key = argument.split("=", 1)[0].lstrip("+~")
+        if first.setdefault(key, argument) != argument:
+            raise ConfigError(f"{first[key]!r} and {argument!r} set {key} twice. Leave out one of them.")
 
 
 def _lines(parsed: Sequence[Override]) -> list[tuple[Override, str]]:

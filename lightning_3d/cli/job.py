@@ -10,12 +10,15 @@ from typing import Any
 
 from lightning_3d.cli import run_folder
 from lightning_3d.cli.check import check_config, check_layout, check_parts, check_top_level, number_of_processes
-from lightning_3d.cli.config import DEFAULT_RECIPE, compose_recipe, key_of, resolve, split_recipe
+from lightning_3d.cli.config import DEFAULT_RECIPE, check_once, compose_recipe, key_of, resolve, split_recipe, value_at
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
 from lightning_3d.strategies.launch import start_ranks
 
-_LAYOUT_FIELDS = tuple(Layout.__dataclass_fields__)
+# Settings that are folders which a run writes to.
+_FOLDERS = ("callbacks.checkpoint.dirpath", "logger.save_dir", "data.cache_dir", "trainer.default_root_dir")
+# What a layout's name says; micro-batches are no part of it.
+_LAYOUT_FIELDS = tuple(field for field in Layout.__dataclass_fields__ if field != "num_microbatches")
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ def plan(arguments: Sequence[str], *, folder: Path | None = None) -> Job:
             f"with torchrun on each, or set trainer.num_nodes=1."
         )
     layout = check_layout(config, world_size=world_size)
-    check_parts(config)
+    check_parts(config, layout)
     return Job(recipe, overrides, config, folder, world_size, layout)
 
 
@@ -80,6 +83,7 @@ def prepare(arguments: Sequence[str], *, folder: Path | None = None) -> tuple[st
 
     With ``resume=auto`` the overrides of the run to go on with hold too, unless they are given anew.
     """
+    check_once(arguments)
     named, overrides = split_recipe(arguments)
     recipe = named or DEFAULT_RECIPE
     config = compose_recipe(recipe, overrides)
@@ -102,11 +106,15 @@ def prepare(arguments: Sequence[str], *, folder: Path | None = None) -> tuple[st
         _apply_layout(config, given={key_of(override) for override in overrides})
     goes_on = found is not None
     folder = found or run_folder.new_run(config)
+    run_folder.check_writable("output_dir" if config["run_dir"] is None else "run_dir", folder)
     checkpoint = run_folder.checkpoint_to_resume(config, folder) if goes_on or config["resume"] != "auto" else None
     config["run_dir"] = str(folder)
     config["resume"] = None if checkpoint is None else str(checkpoint)
     config = resolve(config)
     check_config(config)
+    for key in _FOLDERS:
+        if (path := value_at(config, key)) is not None:
+            run_folder.check_writable(key, Path(path))
     # The next resume asks anew which checkpoint is the newest.
     kept = [override for override in overrides if key_of(override) not in ("resume", "run_dir")]
     return recipe, kept, config, folder
@@ -119,9 +127,8 @@ def _apply_layout(config: dict[str, Any], *, given: set[str]) -> None:
     if twice:
         raise ConfigError(f"layout={config['layout']} sets {twice[0]} already. Leave out one of them.")
     strategy, trainer = config["strategy"], config["trainer"]
-    for field, value in layout.as_dict().items():
-        if field != "num_microbatches":
-            strategy[field] = value
+    for field in _LAYOUT_FIELDS:
+        strategy[field] = getattr(layout, field)
     if "trainer.devices" not in given:
         nodes = trainer.get("num_nodes", 1)
         if not isinstance(nodes, int) or nodes < 1 or layout.world_size % nodes:

@@ -38,7 +38,14 @@ def find_run(config: Mapping[str, Any]) -> Path | None:
             )
         # A checkpoint elsewhere starts a new run; one in a run folder goes on with that run.
         folder = path.absolute().parent.parent
-        return folder if path.absolute().parent.name == CHECKPOINTS and (folder / CONFIG).exists() else None
+        if path.absolute().parent.name != CHECKPOINTS or not (folder / CONFIG).exists():
+            return None
+        if config["run_dir"] is not None and Path(config["run_dir"]).absolute() != folder:
+            raise ConfigError(
+                f"resume={config['resume']} goes on with the run in {folder}, so run_dir={config['run_dir']} cannot be "
+                f"its folder. Leave out run_dir."
+            )
+        return folder
     if config["run_dir"] is not None:
         folder = Path(config["run_dir"])
         return folder if (folder / CONFIG).exists() else None
@@ -67,6 +74,24 @@ def unused(parent: Path, stem: str) -> Path:
     """A folder below `parent` that does not exist, named `stem`, with a number if need be."""
     names = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]
     return next(parent / name for name in names if not (parent / name).exists())
+
+
+def check_writable(key: str, path: Path) -> None:
+    """Refuse a folder that could not be made or written to.
+
+    Args:
+        key: the setting that names it.
+
+    Raises:
+        ConfigError: says what is in the way.
+    """
+    if "://" in str(path):
+        return
+    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        raise ConfigError(f"{key}={path}: {there} is a file, so nothing can be written there. Set {key} to a folder.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{key}={path}: {there} cannot be written to. Set {key} to a folder that can.")
 
 
 def checkpoint_to_resume(config: Mapping[str, Any], folder: Path) -> Path | None:

@@ -96,7 +96,7 @@ def _run_as_rank(arguments: Sequence[str], external: dict[str, int]) -> int:
         try:
             recipe, overrides, config, folder = prepare([*arguments, *sizes])
             layout = check_layout(config, world_size=world_size)
-            check_parts(config)
+            check_parts(config, layout)
             kept = [override for override in overrides if override not in sizes]
             run_folder.write_config(folder, config, recipe=recipe, overrides=kept)
             announce(config, folder, layout=layout, world_size=world_size)

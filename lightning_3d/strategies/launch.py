@@ -40,8 +40,14 @@ def free_port() -> int:
     )
 
 
-def rank_environment(rank: int, *, world_size: int, address: str, port: int) -> dict[str, str]:
-    """The variables by which torch, Lightning and we know rank `rank` of `world_size`, all on this machine."""
+def rank_environment(
+    rank: int, *, world_size: int, address: str, port: int, given: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """The variables by which torch, Lightning and we know rank `rank` of `world_size`, all on this machine.
+
+    Args:
+        given: the environment that they are added to, whose number of threads holds; that of this process by default.
+    """
     threads = max(1, (os.cpu_count() or 1) // world_size)
     return {
         "RANK": str(rank),
@@ -51,7 +57,7 @@ def rank_environment(rank: int, *, world_size: int, address: str, port: int) -> 
         "NODE_RANK": "0",
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        "OMP_NUM_THREADS": (os.environ if given is None else given).get("OMP_NUM_THREADS", str(threads)),
     }
 
 
@@ -156,7 +162,7 @@ def start_ranks(
         with supervise.stopping_on_signals(children) as stopped_by:
             try:
                 for rank in range(world_size):
-                    variables = rank_environment(rank, world_size=world_size, address=address, port=port)
+                    variables = rank_environment(rank, world_size=world_size, address=address, port=port, given=base)
                     variables[supervise.REPORT_VARIABLE] = str(reports[rank])
                     # Sessions of their own: Ctrl+C then reaches the ranks once, through us.
                     with _output_of(rank, logs) as output:
