@@ -152,7 +152,10 @@ class GradientAverager:
             bucket.work.wait()
             sizes = [local_tensor(p).numel() for p in bucket.parameters]
             *averages, used = bucket.flat.split([*sizes, len(sizes)])
-            for parameter, average, count in zip(bucket.parameters, averages, used.tolist(), strict=True):
+            # Read only where it tells something: what this rank has used is used, and reading waits for the device.
+            unused_here = any(p.grad is None for p in bucket.parameters)
+            counts = used.tolist() if unused_here else [1.0] * len(sizes)
+            for parameter, average, count in zip(bucket.parameters, averages, counts, strict=True):
                 if count == 0:
                     continue
                 if parameter.grad is None:
