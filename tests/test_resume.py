@@ -19,75 +19,97 @@ from lightning_3d.errors import CheckpointError
 pytestmark = pytest.mark.distributed
 
 # Batches of an epoch are ten, windows two batches, validation comes twice an epoch: an epoch is five steps.
-STEPS, ON = 7, 20
+ON = 20
 
 
-class SaveEverywhere(L.Callback):
-    """A checkpoint at each kind of boundary: where it was asked for, and at which step it then was."""
+class SaveAt(L.Callback):
+    """A checkpoint at each of these boundaries: where it is asked for, and at which step."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.saved = folder, dict[str, int]()
+    def __init__(self, folder: Path, boundaries: list[str]) -> None:
+        self.folder, self.left = folder, set(boundaries)
 
-    def save(self, trainer: L.Trainer, moment: str, step: int) -> None:
-        if trainer.state.fn == "fit" and not trainer.sanity_checking and f"{moment}-{step}" not in self.saved:
-            self.saved[f"{moment}-{step}"] = trainer.global_step
-            trainer.save_checkpoint(self.folder / f"{moment}-{step}.ckpt")
+    def save(self, trainer: L.Trainer, moment: str) -> None:
+        name = f"{moment}-{trainer.global_step}"
+        if name in self.left:
+            self.left.remove(name)
+            trainer.save_checkpoint(self.folder / f"{name}.ckpt")
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        inside = trainer.fit_loop.epoch_loop._should_accumulate()
-        self.save(trainer, "window" if inside else "step", trainer.global_step)
+        self.save(trainer, "window" if trainer.fit_loop.epoch_loop._should_accumulate() else "step")
 
     def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.save(trainer, "validation", trainer.global_step)
+        self.save(trainer, "validation")
 
     def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.save(trainer, "epoch", trainer.global_step)
+        self.save(trainer, "epoch")
 
 
-def fit(layout: str, folder: Path, ckpt_path: Path | None, steps: int, workers: int = 0) -> dict[str, Any]:
+class Ends(L.Callback):
+    """All that can differ, after each of these steps."""
+
+    def __init__(self, steps: set[int], recorder: Recorder) -> None:
+        self.steps, self.recorder, self.seen = steps, recorder, dict[int, dict[str, Any]]()
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        step = trainer.global_step
+        if step not in self.steps or trainer.fit_loop.epoch_loop._should_accumulate():
+            return
+        trainer.strategy.share.reshard()  # type: ignore[attr-defined]
+        optimizer = trainer.optimizers[0]
+        moved = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.numel()]
+        self.seen[step] = {
+            "losses": self.recorder.losses[-2 * ON :],
+            "rows": module.rows[-2 * ON :],
+            "rates": [group["lr"] for group in optimizer.param_groups],
+            "weights": list(whole_weights(module).values()),
+            "moments": [whole(optimizer.state[p][key]) for p in moved for key in ("exp_avg", "exp_avg_sq")],
+            "random": [torch.get_rng_state()],
+        }
+
+
+def fit(
+    layout: str, folder: Path, boundaries: list[str], ckpt_path: Path | None, ends: set[int], workers: int
+) -> dict[int, dict[str, Any]]:
     L.seed_everything(1, verbose=False)
     recorder, module = Recorder(), TinyGPT(lazy=True, dropout=0.2)
-    callbacks: list[L.Callback] = [recorder] if ckpt_path else [recorder, SaveEverywhere(folder)]
+    compared, saver = Ends(ends, recorder), SaveAt(folder, boundaries)
     trainer = trainer_for(
-        layout, max_steps=steps, max_epochs=50, accumulate_grad_batches=2, val_check_interval=5, callbacks=callbacks
+        layout,
+        max_steps=max(ends),
+        max_epochs=50,
+        accumulate_grad_batches=2,
+        val_check_interval=5,
+        callbacks=[recorder, compared, saver],
     )
     replicas = Layout.parse(layout).data
     train = ordered(Rows(), replicas=replicas, global_batch=4, shuffle=True, num_workers=workers)
     trainer.fit(module, train, ordered(Rows(4), replicas=replicas, global_batch=4), ckpt_path=ckpt_path)
-    optimizer = trainer.optimizers[0]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.numel()]
-    return {
-        "losses": recorder.losses,
-        "rows": module.rows,
-        "weights": list(whole_weights(module).values()),
-        "moments": [whole(optimizer.state[p][key]) for p in parameters for key in ("exp_avg", "exp_avg_sq")],
-        "rates": [group["lr"] for group in optimizer.param_groups],
-        "random": torch.get_rng_state(),
-    }
+    assert not saver.left
+    return compared.seen
 
 
 BOUNDARIES = ["step-3", "step-5", "window-3", "window-5", "validation-2", "validation-5", "epoch-5"]
 
 
 def check_boundaries(tmp_path: Path, layout: str, boundaries: list[str], workers: int) -> None:
-    run(layout, fit, tmp_path, None, STEPS, workers)
-    saved = {name: store.summary(tmp_path / f"{name}.ckpt")["global_step"] for name in boundaries}
-    for name, step in saved.items():
+    steps = {}
+    for name in boundaries:
         # Inside a window, a checkpoint waits for the window's end.
         moment, _, asked = name.partition("-")
-        inside = moment == "window" or name == "validation-2"
-        assert step == int(asked) + inside, name
-    ends = {step: run(layout, fit, tmp_path / f"to{step}", None, step + ON, workers) for step in set(saved.values())}
-    for name, step in saved.items():
-        resumed = run(layout, fit, tmp_path / "resumed", tmp_path / f"{name}.ckpt", step + ON, workers)
-        for got, expected in zip(resumed, ends[step], strict=True):
-            batches = 2 * ON
-            assert len(got["losses"]) == batches and got["losses"] == expected["losses"][-batches:], name
-            assert got["rows"][-batches:] == expected["rows"][-batches:], name
-            assert got["rates"] == expected["rates"]
-            for part in ("weights", "moments"):
-                assert all(torch.equal(a, b) for a, b in zip(got[part], expected[part], strict=True)), (name, part)
-            assert torch.equal(got["random"], expected["random"]), name
+        steps[name] = int(asked) + (moment == "window" or name == "validation-2")
+    ends = {step + ON for step in steps.values()}
+    undisturbed = run(layout, fit, tmp_path, boundaries, None, ends, workers)
+    for name, step in steps.items():
+        path = tmp_path / f"{name}.ckpt"
+        assert store.summary(path)["global_step"] == step, name
+        resumed = run(layout, fit, tmp_path, [], path, {step + ON}, workers)
+        for got, expected in zip(resumed, undisturbed, strict=True):
+            one, other = got[step + ON], expected[step + ON]
+            assert len(one["losses"]) == 2 * ON
+            for part in ("rows", "losses", "rates"):
+                assert one[part] == other[part], (name, part)
+            for part in ("weights", "moments", "random"):
+                assert all(torch.equal(a, b) for a, b in zip(one[part], other[part], strict=True)), (name, part)
 
 
 @pytest.mark.parametrize(

@@ -236,4 +236,7 @@ class CheckpointingStrategy(MeshStrategy):
         load_weights_(self, checkpoint["state_dict"], strict=strict, source=source)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.lightning_module is not None
         resume.load_optimizers(self, checkpoint["optimizer_states"])
+        # The loops were restored just before.
+        resume.leave_finished_epoch(self.lightning_module.trainer)
