@@ -98,11 +98,11 @@ def check_boundaries(tmp_path: Path, layout: str, boundaries: list[str], workers
         moment, _, asked = name.partition("-")
         steps[name] = int(asked) + (moment == "window" or name == "validation-2")
     ends = {step + ON for step in steps.values()}
-    undisturbed = run(layout, fit, tmp_path, boundaries, None, ends, workers)
+    undisturbed = run(layout, fit, tmp_path, boundaries, None, ends, workers, timeout_seconds=280)
     for name, step in steps.items():
         path = tmp_path / f"{name}.ckpt"
         assert store.summary(path)["global_step"] == step, name
-        resumed = run(layout, fit, tmp_path, [], path, {step + ON}, workers)
+        resumed = run(layout, fit, tmp_path, [], path, {step + ON}, workers, timeout_seconds=280)
         for got, expected in zip(resumed, undisturbed, strict=True):
             one, other = got[step + ON], expected[step + ON]
             assert len(one["losses"]) == 2 * ON
@@ -123,6 +123,7 @@ def test_resumed_run_equals_the_undisturbed_one(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "layout", ["single", "dp2", "zero1x2", "zero2x2", "zero3x2", "hsdp2x2", "tp2", "pp2", "tp2-pp2", "zero3x2-tp2-pp2"]
 )
