@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks.contenders import CASES
 from benchmarks.rank import RankResult
 from lightning_3d.layout import Layout
-from lightning_3d.strategies.launch import start_ranks
+from lightning_3d.strategies.processes.launch import start_ranks
 
 TOP = Path(__file__).resolve().parent.parent
 LOSS_TOLERANCE = 1e-4

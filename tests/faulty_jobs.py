@@ -21,7 +21,7 @@ from training import ordered
 
 from lightning_3d import Layout, ThreeDStrategy
 from lightning_3d.checkpoint import writing
-from lightning_3d.strategies import launch, script_launcher, supervise
+from lightning_3d.strategies.processes import launch, script_launcher, supervise
 
 PHASES = ("setup", "forward", "schedule", "save", "validation", "teardown")
 KINDS = ("exception", "SIGKILL")

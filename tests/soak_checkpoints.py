@@ -30,7 +30,7 @@ from training import ordered, trainer_for
 
 from lightning_3d import Layout, ThreeDStrategy
 from lightning_3d.checkpoint import store
-from lightning_3d.strategies.launch import free_port, rank_environment
+from lightning_3d.strategies.processes.launch import free_port, rank_environment
 
 EVERY = 3
 # Each with ranks that write at once; in the background a save may be under way while the next is due.

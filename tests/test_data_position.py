@@ -15,8 +15,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from training import run, trainer_for
 
 from lightning_3d import Layout
-from lightning_3d.strategies.global_batches import Progress
-from lightning_3d.strategies.sampling import shard_dataloader
+from lightning_3d.strategies.batches.global_batches import Progress
+from lightning_3d.strategies.batches.sampling import shard_dataloader
 
 
 class Numbers(Dataset):

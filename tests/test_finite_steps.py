@@ -17,7 +17,7 @@ from training import trainer_for, whole_weights
 
 from lightning_3d import Layout, ThreeDStrategy
 from lightning_3d.errors import NumbersError
-from lightning_3d.strategies.launch import fork_ranks
+from lightning_3d.strategies.processes.launch import fork_ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from faulty_jobs import Fault, Job, train
 
-from lightning_3d.strategies import hang_report
-from lightning_3d.strategies.board import Post
+from lightning_3d.strategies.processes import hang_report
+from lightning_3d.strategies.processes.board import Post
 
 TIMEOUT = 10.0
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_3d.errors import LaunchError
-from lightning_3d.strategies.launch import fork_ranks, start_ranks
+from lightning_3d.strategies.processes.launch import fork_ranks, start_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -237,7 +237,7 @@ def test_signal_reaches_each_rank_once_and_ranks_may_finish_their_work(tmp_path)
 SCRIPT = """
 import os, sys, time, signal
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning_3d.strategies.script_launcher import ScriptLauncher
+from lightning_3d.strategies.processes.script_launcher import ScriptLauncher
 
 def run(step):
     rank, folder = os.environ["LOCAL_RANK"], sys.argv[1]
@@ -313,7 +313,7 @@ def test_killed_script_leaves_no_rank_behind(tmp_path):
 def test_program_without_a_script_is_refused_before_any_process_starts(how):
     code = (
         "from lightning.fabric.plugins.environments import LightningEnvironment as E\n"
-        "from lightning_3d.strategies.script_launcher import ScriptLauncher\n"
+        "from lightning_3d.strategies.processes.script_launcher import ScriptLauncher\n"
         "ScriptLauncher(E(), num_processes=1)\n"
         "ScriptLauncher(E(), num_processes=2)\n"
     )

@@ -18,7 +18,7 @@ from lightning_3d import Layout
 from lightning_3d.parallel import init
 from lightning_3d.parallel.held import held_bytes
 from lightning_3d.parallel.local import local_tensor
-from lightning_3d.strategies import plain_files, weights
+from lightning_3d.strategies.saving import plain_files, weights
 
 pytestmark = pytest.mark.distributed
 

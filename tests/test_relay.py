@@ -15,7 +15,7 @@ from modules import Rows, TinyGPT
 from training import ordered, run, trainer_for
 
 from lightning_3d.parallel.relay import Relay
-from lightning_3d.strategies.launch import fork_ranks
+from lightning_3d.strategies.processes.launch import fork_ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -26,8 +26,8 @@ from training import run, trainer_for
 
 from lightning_3d import Layout
 from lightning_3d.errors import DataError
-from lightning_3d.strategies.global_batches import Progress
-from lightning_3d.strategies.sampling import shard_dataloader
+from lightning_3d.strategies.batches.global_batches import Progress
+from lightning_3d.strategies.batches.sampling import shard_dataloader
 
 RANKS = (1, 2, 3, 4)
 

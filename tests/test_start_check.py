@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from training import run, trainer_for
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.strategies import start_check
+from lightning_3d.strategies.guards import start_check
 
 pytestmark = pytest.mark.distributed
 

@@ -13,8 +13,8 @@ import torch
 from faulty_jobs import Ended, Fault, Job, train
 
 from lightning_3d.checkpoint import store
-from lightning_3d.strategies.board import Board, Post
-from lightning_3d.strategies.stopping import AgreedStop
+from lightning_3d.strategies.processes.board import Board, Post
+from lightning_3d.strategies.processes.stopping import AgreedStop
 
 SIGNALS = {"SIGTERM": 128 + signal.SIGTERM, "SIGINT": 1}
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_3d.checkpoint import store
 from lightning_3d.errors import CheckpointError, LaunchError
-from lightning_3d.strategies.launch import fork_ranks
+from lightning_3d.strategies.processes.launch import fork_ranks
 
 pytestmark = pytest.mark.distributed
 

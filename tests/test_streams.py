@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_3d.errors import DataError
-from lightning_3d.strategies.global_batches import Progress
-from lightning_3d.strategies.sampling import shard_dataloader
+from lightning_3d.strategies.batches.global_batches import Progress
+from lightning_3d.strategies.batches.sampling import shard_dataloader
 
 
 class Stream(IterableDataset):

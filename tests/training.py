@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_3d import Layout, ThreeDStrategy
-from lightning_3d.strategies.launch import fork_ranks
+from lightning_3d.strategies.processes.launch import fork_ranks
 
 torch.set_num_threads(1)
 

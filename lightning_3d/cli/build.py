@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, Progres
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_3d.errors import Lightning3DError
-from lightning_3d.strategies.supervise import REPORT_VARIABLE
+from lightning_3d.strategies.processes.supervise import REPORT_VARIABLE
 
 
 def build(node: Mapping[str, Any], **others: Any) -> Any:

@@ -13,7 +13,7 @@ from lightning_3d.cli.check import check_config, check_layout, check_parts, chec
 from lightning_3d.cli.config import DEFAULT_RECIPE, check_once, compose_recipe, key_of, resolve, split_recipe, value_at
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
-from lightning_3d.strategies.launch import start_ranks
+from lightning_3d.strategies.processes.launch import start_ranks
 
 # Settings that are folders which a run writes to.
 _FOLDERS = ("callbacks.checkpoint.dirpath", "logger.save_dir", "data.cache_dir", "trainer.default_root_dir")

@@ -41,7 +41,7 @@ from lightning_3d.cli.config import DEFAULT_RECIPE, closest, compose_recipe, key
 from lightning_3d.cli.targets import accepts
 from lightning_3d.errors import ConfigError, LaunchError, LayoutError
 from lightning_3d.layout import Layout
-from lightning_3d.strategies.launch import fork_ranks
+from lightning_3d.strategies.processes.launch import fork_ranks
 
 DEFAULT_LAYOUTS = "dp2,zero1x2,zero2x2,zero3x2"
 DTYPES = {"float64": "64-true", "float32": "32-true"}

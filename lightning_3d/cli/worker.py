@@ -16,7 +16,7 @@ from lightning_3d.cli import run_folder
 from lightning_3d.cli.build import build, build_trainer
 from lightning_3d.errors import Lightning3DError
 from lightning_3d.layout import Layout
-from lightning_3d.strategies.supervise import report_errors
+from lightning_3d.strategies.processes.supervise import report_errors
 
 
 def run(config: Mapping[str, Any]) -> None:

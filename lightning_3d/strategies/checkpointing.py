@@ -24,12 +24,12 @@ from lightning_3d.checkpoint.writing import write
 from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.layout import Layout
 from lightning_3d.parallel.share import Share
-from lightning_3d.strategies import resume, saving
-from lightning_3d.strategies.averaging import leave_averages_to_strategy, refuse_whole_averages
 from lightning_3d.strategies.mesh_strategy import MeshStrategy
-from lightning_3d.strategies.selection import Selection, agree_on_best, pick_last_of_committed, tell_leftovers
-from lightning_3d.strategies.weights import load_weights_
-from lightning_3d.strategies.windows import SaveAtWindowEnd
+from lightning_3d.strategies.saving import resume
+from lightning_3d.strategies.saving.averaging import leave_averages_to_strategy, refuse_whole_averages
+from lightning_3d.strategies.saving.selection import Selection, agree_on_best, pick_last_of_committed, tell_leftovers
+from lightning_3d.strategies.saving.weights import load_weights_
+from lightning_3d.strategies.saving.windows import SaveAtWindowEnd
 
 
 class CheckpointingStrategy(MeshStrategy):
@@ -95,7 +95,7 @@ class CheckpointingStrategy(MeshStrategy):
         agree_on_best(callbacks, broadcast=self.broadcast, device=self.root_device)
         self._selection.propose(callbacks)
         with self._keeping_selection():
-            contents = together(lambda: saving.contents(self, checkpoint), f"saving checkpoint {where}")
+            contents = together(lambda: dictionary.contents(self, checkpoint), f"saving checkpoint {where}")
             if self._async_checkpoint:
                 self._background.start(where, contents)
             else:

@@ -13,12 +13,12 @@ from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_3d.errors import DataError
 from lightning_3d.parallel.mesh import data_parallel_group
+from lightning_3d.strategies.batches.global_batches import Progress
+from lightning_3d.strategies.batches.in_step import InStep
+from lightning_3d.strategies.batches.predictions import gather_predictions
+from lightning_3d.strategies.batches.sampling import shard_dataloader
+from lightning_3d.strategies.batches.snapshots import remembering
 from lightning_3d.strategies.checkpointing import CheckpointingStrategy
-from lightning_3d.strategies.global_batches import Progress
-from lightning_3d.strategies.in_step import InStep
-from lightning_3d.strategies.predictions import gather_predictions
-from lightning_3d.strategies.sampling import shard_dataloader
-from lightning_3d.strategies.snapshots import remembering
 
 
 class FeedingStrategy(CheckpointingStrategy):

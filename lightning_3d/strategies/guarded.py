@@ -12,9 +12,9 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 
 from lightning_3d.parallel.mesh import data_parallel_group
 from lightning_3d.strategies.feeding import FeedingStrategy
-from lightning_3d.strategies.finite import FiniteSteps, without_logs
-from lightning_3d.strategies.replay import Replay, refuse_windows
-from lightning_3d.strategies.start_check import describe_job, describe_optimizers, refuse_differences
+from lightning_3d.strategies.guards.finite import FiniteSteps, without_logs
+from lightning_3d.strategies.guards.replay import Replay, refuse_windows
+from lightning_3d.strategies.guards.start_check import describe_job, describe_optimizers, refuse_differences
 
 
 class GuardedStrategy(FeedingStrategy):

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
 from lightning_3d.parallel.mesh import build_mesh, data_parallel_group
-from lightning_3d.strategies.script_launcher import ScriptLauncher
-from lightning_3d.strategies.watched_run import WatchedRun
+from lightning_3d.strategies.processes.script_launcher import ScriptLauncher
+from lightning_3d.strategies.processes.watched_run import WatchedRun
 from lightning_3d.whereabouts import HERE
 
 

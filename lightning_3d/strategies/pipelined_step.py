@@ -27,8 +27,8 @@ from lightning_3d.parallel.microbatch import (
 from lightning_3d.parallel.placeholder import is_placeholder
 from lightning_3d.parallel.relay import Relay
 from lightning_3d.parallel.staged import StagedModule
+from lightning_3d.strategies.guards.step_guards import PartialModules, SharedBuffers
 from lightning_3d.strategies.logs import LogRecorder
-from lightning_3d.strategies.step_guards import PartialModules, SharedBuffers
 
 Context = Callable[[], AbstractContextManager[Any]]
 

@@ -22,18 +22,18 @@ from lightning_3d.parallel.init import Recording, record_initialization, record_
 from lightning_3d.parallel.mesh import data_parallel_group
 from lightning_3d.parallel.share import Share
 from lightning_3d.parallel.staged import StagedModule
-from lightning_3d.strategies import resume
-from lightning_3d.strategies.agreement import agree_on_plateaus, show_whole_scalars
-from lightning_3d.strategies.averaging import average_shards
-from lightning_3d.strategies.finite import check_action
 from lightning_3d.strategies.guarded import GuardedStrategy
+from lightning_3d.strategies.guards.agreement import agree_on_plateaus, show_whole_scalars
+from lightning_3d.strategies.guards.finite import check_action
+from lightning_3d.strategies.guards.replay import check_replay
 from lightning_3d.strategies.logs import share_metrics
 from lightning_3d.strategies.optimizers import optimizers_of_a_part, step_by_kind
 from lightning_3d.strategies.pipelined_step import Context, PipelinedStep, warn_of_coupled_samples
-from lightning_3d.strategies.plain_files import check_initial_weights
-from lightning_3d.strategies.replay import check_replay
+from lightning_3d.strategies.saving import resume
+from lightning_3d.strategies.saving.averaging import average_shards
+from lightning_3d.strategies.saving.plain_files import check_initial_weights
+from lightning_3d.strategies.saving.tied_groups import agree_on_tied_groups
 from lightning_3d.strategies.scaler import agree_on_overflow
-from lightning_3d.strategies.tied_groups import agree_on_tied_groups
 
 
 class ThreeDStrategy(GuardedStrategy):

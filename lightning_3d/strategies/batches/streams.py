@@ -27,8 +27,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_3d.errors import DataError
-from lightning_3d.strategies.fingerprint import fingerprint
-from lightning_3d.strategies.global_batches import Progress, split_evenly
+from lightning_3d.strategies.batches.fingerprint import fingerprint
+from lightning_3d.strategies.batches.global_batches import Progress, split_evenly
 
 _SEED_STEP = 1009
 

@@ -21,8 +21,8 @@ from lightning_3d.checkpoint.names import saved_name
 from lightning_3d.checkpoint.places import place
 from lightning_3d.checkpoint.together import together
 from lightning_3d.errors import CheckpointError
-from lightning_3d.strategies import plain_files
-from lightning_3d.strategies.weights import load_weights_, parameter_names
+from lightning_3d.strategies.saving import plain_files
+from lightning_3d.strategies.saving.weights import load_weights_, parameter_names
 
 if TYPE_CHECKING:
     from lightning_3d.strategies.checkpointing import CheckpointingStrategy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_3d.strategies.board import Post
+from lightning_3d.strategies.processes.board import Post
 
 # A watchdog posts twice a second, on a crowded machine less often.
 SILENT_SECONDS = 4.0

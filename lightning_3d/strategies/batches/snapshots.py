@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lightning_3d.strategies.global_batches import Progress
-from lightning_3d.strategies.in_step import changed
+from lightning_3d.strategies.batches.global_batches import Progress
+from lightning_3d.strategies.batches.in_step import changed
 
 
 def remembering(loader: Any, *, progress: Callable[[], Progress]) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_3d.strategies.board import Board
+from lightning_3d.strategies.processes.board import Board
 
 # Watchdogs answer twice a second. A rank that does not is hung or dead, which is told elsewhere.
 VOTE_SECONDS = 20.0

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.data import DataLoader
 
 from lightning_3d.errors import DataError
-from lightning_3d.strategies.fingerprint import fingerprint
+from lightning_3d.strategies.batches.fingerprint import fingerprint
 
 
 class InStep:

@@ -22,11 +22,11 @@ from lightning_3d.layout import Layout
 from lightning_3d.parallel.mesh import data_parallel_group
 from lightning_3d.parallel.pipeline import STAGES_PER_RANK
 from lightning_3d.parallel.waits import note_waits
-from lightning_3d.strategies.board import Board
-from lightning_3d.strategies.script_launcher import ScriptLauncher
-from lightning_3d.strategies.stopping import AgreedStop, interrupting
-from lightning_3d.strategies.supervise import REPORT_VARIABLE, board_of_run
-from lightning_3d.strategies.watchdog import Watchdog
+from lightning_3d.strategies.processes.board import Board
+from lightning_3d.strategies.processes.script_launcher import ScriptLauncher
+from lightning_3d.strategies.processes.stopping import AgreedStop, interrupting
+from lightning_3d.strategies.processes.supervise import REPORT_VARIABLE, board_of_run
+from lightning_3d.strategies.processes.watchdog import Watchdog
 from lightning_3d.whereabouts import HERE
 
 _NUMBERS = itertools.count()

@@ -12,8 +12,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_3d.errors import DataError
-from lightning_3d.strategies.global_batches import Progress, ShardedBatchSampler, ShardedSampler
-from lightning_3d.strategies.streams import shard_stream, unpacking
+from lightning_3d.strategies.batches.global_batches import Progress, ShardedBatchSampler, ShardedSampler
+from lightning_3d.strategies.batches.streams import shard_stream, unpacking
 
 
 def shard_dataloader(

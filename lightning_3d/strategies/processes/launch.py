@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from lightning_3d.errors import LaunchError
-from lightning_3d.strategies import supervise
-from lightning_3d.strategies.supervise import Failure, ForkedProcess
+from lightning_3d.strategies.processes import supervise
+from lightning_3d.strategies.processes.supervise import Failure, ForkedProcess
 
 T = TypeVar("T")
 

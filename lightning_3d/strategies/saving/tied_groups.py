@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.strategies.weights import parameter_names
+from lightning_3d.strategies.saving.weights import parameter_names
 
 if TYPE_CHECKING:
     from lightning_3d.strategies.checkpointing import CheckpointingStrategy

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from lightning_3d.strategies.board import Board, told
+from lightning_3d.strategies.processes.board import Board, told
 from lightning_3d.whereabouts import HERE
 
 # Where a rank writes what it died of, so that the cause is known before its peers' complaints about lost connections.

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.models.weight_files import INDEX, SINGLE, open_torch_file, open_weights
 from lightning_3d.parallel.local import local_tensor, part_like
-from lightning_3d.strategies.weights import by_own_names, load_weights_, parameter_names
+from lightning_3d.strategies.saving.weights import by_own_names, load_weights_, parameter_names
 
 if TYPE_CHECKING:
     from lightning_3d.strategies.checkpointing import CheckpointingStrategy

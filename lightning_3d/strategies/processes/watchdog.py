@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from lightning_3d.strategies import hang_report
-from lightning_3d.strategies.board import Board, Post
-from lightning_3d.strategies.stopping import AgreedStop
-from lightning_3d.strategies.supervise import REPORT_VARIABLE, write_report
+from lightning_3d.strategies.processes import hang_report
+from lightning_3d.strategies.processes.board import Board, Post
+from lightning_3d.strategies.processes.stopping import AgreedStop
+from lightning_3d.strategies.processes.supervise import REPORT_VARIABLE, write_report
 from lightning_3d.whereabouts import HERE
 
 POLL_SECONDS = 0.5

@@ -18,10 +18,10 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 from lightning_3d.errors import LaunchError
-from lightning_3d.strategies import supervise
-from lightning_3d.strategies.guardian import Guardian
-from lightning_3d.strategies.launch import free_port, rank_environment, tell
-from lightning_3d.strategies.supervise import Failure
+from lightning_3d.strategies.processes import supervise
+from lightning_3d.strategies.processes.guardian import Guardian
+from lightning_3d.strategies.processes.launch import free_port, rank_environment, tell
+from lightning_3d.strategies.processes.supervise import Failure
 
 T = TypeVar("T")
 
