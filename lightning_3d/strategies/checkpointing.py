@@ -25,7 +25,7 @@ from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.layout import Layout
 from lightning_3d.parallel.share import Share
 from lightning_3d.strategies.mesh_strategy import MeshStrategy
-from lightning_3d.strategies.saving import resume
+from lightning_3d.strategies.saving import dictionary, resume
 from lightning_3d.strategies.saving.averaging import leave_averages_to_strategy, refuse_whole_averages
 from lightning_3d.strategies.saving.selection import Selection, agree_on_best, pick_last_of_committed, tell_leftovers
 from lightning_3d.strategies.saving.weights import load_weights_
