@@ -44,7 +44,13 @@ def test_installed_wheel_finds_its_own_settings(wheel, tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["digits_mlp", "stdlib_gpt", "stdlib_llama_hf", str(tmp_path / "lightning_3d/conf")]
+    assert done.stdout.split() == [
+        "digits_mlp",
+        "finetune_hf",
+        "stdlib_gpt",
+        "stdlib_llama_hf",
+        str(tmp_path / "lightning_3d/conf"),
+    ]
 
 
 def test_wheel_declares_the_command_and_the_hook(wheel):

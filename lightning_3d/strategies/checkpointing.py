@@ -52,6 +52,11 @@ class CheckpointingStrategy(MeshStrategy):
     ) -> None:
         super().__init__(layout, process_group_backend=process_group_backend, timeout_seconds=timeout_seconds)
         self._async_checkpoint = async_checkpoint
+        if storage_options is not None and not isinstance(storage_options, Mapping):
+            raise ConfigError(
+                f"storage_options={storage_options!r} must be a dict of what fsspec's file system takes. "
+                "Set storage_options=None for folders of this machine."
+            )
         self._storage_options = storage_options
         self._background = BackgroundWriter(timeout=self._timeout)
         self._selection = Selection()

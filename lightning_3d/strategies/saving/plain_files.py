@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 def check_initial_weights(path: str | Path | None) -> Path | None:
     """
     Raises:
-        ConfigError: there is nothing at this path.
+        ConfigError: this is no path, or there is nothing at it.
     """
     if path is None:
         return None
+    if not isinstance(path, str | Path):
+        raise ConfigError(f"initial_weights={path!r} must be a path. Set initial_weights=None to start without.")
     found = Path(path)
     if not found.exists():
         raise ConfigError(
