@@ -27,7 +27,7 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -q -m "not distributed and not slow"
+	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile -m "not distributed and not slow"
 	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile -m "distributed and not slow"
 
 # Every kind of layout on every kind of model beside one process, in float64; prints the tables.

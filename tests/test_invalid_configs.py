@@ -27,6 +27,8 @@ from lightning_3d.errors import ConfigError, LayoutError
 
 SEED = 20
 INVALID, VALID = 520, 200
+# All of them take two minutes: `make test` takes some of each rule.
+EVERY = pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 
 
 @pytest.fixture(autouse=True)
@@ -112,18 +114,21 @@ def test_generator_makes_as_many_different_cases_of_every_rule_and_the_same_ones
     assert names != [case.name for case in invalid_configs.invalid(SEED + 1, INVALID)]
 
 
+@EVERY
 def test_five_hundred_invalid_configurations_are_refused_by_name_before_anything_starts(
-    nothing_starts: list[Any], capsys: pytest.CaptureFixture[str]
+    every: int, nothing_starts: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = slips(invalid_configs.invalid(SEED, INVALID), nothing_starts, capsys)
+    found = slips(invalid_configs.invalid(SEED, INVALID)[::every], nothing_starts, capsys)
     assert not found, "\n".join(found)
 
 
+@EVERY
 def test_two_hundred_valid_configurations_are_accepted(
-    nothing_starts: list[Any], capsys: pytest.CaptureFixture[str]
+    every: int, nothing_starts: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     cases = valid_configs.valid(SEED, VALID)
     assert len(cases) == VALID
+    cases = cases[::every]
     refused = [f"{case.name}: {told}" for case in cases if (told := outcome(case, nothing_starts, capsys))]
     assert not refused, "\n".join(refused)
 
