@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+
+from lightning_3d.errors import ModelError
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,10 +52,24 @@ class _UseLocal(torch.autograd.Function):
         return part.view_as(part)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:
+        refuse_second_derivative()
         # The record of the parameter tells its strides too.
         return DTensor(gradient.contiguous(), ctx.spec, requires_grad=False)
+
+
+def refuse_second_derivative() -> None:
+    """To be called in backwards that are not differentiable: theirs would be wrong in silence.
+
+    Raises:
+        ModelError: a graph of this backward is being made.
+    """
+    # torch's `once_differentiable` costs more than all else that these backwards do in Python.
+    if torch.is_grad_enabled():
+        raise ModelError(
+            "a second derivative is taken through a layer that is split over tensor-parallel ranks (create_graph=True, "
+            "as for a gradient penalty), which these do not have. Set tensor_parallel_size=1."
+        )
 
 
 class WholeScalars(TorchFunctionMode):

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from lightning_3d.errors import ModelError
+from lightning_3d.parallel.local import refuse_second_derivative
 from lightning_3d.parallel.tensor import Region, apply_replicate, copy_in
 
 # Activations are (batch, sequence, ...).
@@ -121,8 +121,8 @@ class _Gather(torch.autograd.Function):
         return _gather(tensor, group)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        refuse_second_derivative()
         return (_reduce_scatter if ctx.summed else _part)(gradient, ctx.group), None, None
 
 
@@ -135,8 +135,8 @@ class _Scatter(torch.autograd.Function):
         return (_reduce_scatter if summed else _part)(tensor, group)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        refuse_second_derivative()
         return _gather(gradient, ctx.group), None, None
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
+
+from lightning_3d.parallel.local import refuse_second_derivative
 
 # Operations that leave the last dimension alone: the result is split as before.
 _KEEPS_SPLIT = {
@@ -187,8 +188,8 @@ class _SplitLoss(torch.autograd.Function):
         return sums[0].log() - sums[1]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        refuse_second_derivative()
         (weights,) = ctx.saved_tensors
         again = torch._C._autograd._get_current_graph_task_keep_graph()
         return (weights * gradient[:, None] if again else weights.mul_(gradient[:, None])), None, None, None

@@ -15,13 +15,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_3d.errors import ModelError
-from lightning_3d.parallel.local import use_local
+from lightning_3d.parallel.local import refuse_second_derivative, use_local
 from lightning_3d.parallel.split_logits import SplitLogits, check_inside
 
 Owners = dict[int, list[tuple[nn.Module, str]]]
@@ -108,8 +107,8 @@ class _CopyIn(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        refuse_second_derivative()
         gradient = gradient.contiguous()
         dist.all_reduce(gradient, group=ctx.group)
         return gradient, None
@@ -124,8 +123,8 @@ class _ReduceOut(torch.autograd.Function):
         return tensor
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        refuse_second_derivative()
         return gradient, None
 
 
@@ -142,8 +141,8 @@ class _GatherOut(torch.autograd.Function):
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        refuse_second_derivative()
         return gradient.narrow(-1, ctx.start, ctx.size), None, None
 
 
