@@ -8,7 +8,7 @@ TEST_JOBS ?= 2
 # One thread per process: ranks of one machine would otherwise fight for its cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-full verify-all lint clean test-checkpoints soak-checkpoints
+.PHONY: train test test-full verify-all lint clean test-checkpoints soak-checkpoints test-faults soak
 
 # The stamp lies inside the environment, so that removing .venv is enough to begin anew.
 $(VENV): $(VENV)/.installed ;
@@ -45,6 +45,15 @@ test-checkpoints: $(VENV)/.installed
 KILLS ?= 100
 soak-checkpoints: $(VENV)/.installed
 	$(BIN)/python tests/soak_checkpoints.py --kills $(KILLS)
+
+# Every rank fails in every phase, by an exception and by SIGKILL; hangs; signals.
+test-faults: $(VENV)/.installed
+	$(BIN)/python -m pytest -q $(foreach f,faults hangs stopping stragglers launch,tests/test_$(f).py)
+
+# MINUTES of random kills and automatic resume, then the same run undisturbed: about half as long again.
+MINUTES ?= 30
+soak: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
 
 clean:
 	rm -rf dist build .mypy_cache .pytest_cache .ruff_cache

@@ -18,7 +18,8 @@ class Whereabouts:
         marks: counts up; a main thread that gets on changes it.
         waiting_since: on the clock of `time.monotonic`, while the main thread waits for other ranks.
         waits: how often it did, `waited_seconds` how long in all.
-        loading_since: on the same clock, when the next batch was asked for.
+        loading_since: on the same clock, when the next batch was asked for; `waited_before_loading` is
+            `waited_seconds` at that time.
         failure: what the run of this process died of, in one line.
     """
 
@@ -33,6 +34,7 @@ class Whereabouts:
     waits: int = 0
     waited_seconds: float = 0.0
     loading_since: float | None = None
+    waited_before_loading: float = 0.0
     failure: str = ""
 
     def enter(self, phase: str, *, batch: int | None = None) -> None:

@@ -47,7 +47,7 @@ class Fault:
     """What happens to one rank, and when.
 
     Args:
-        phase: one of PHASES, or "signal": the job is sent one by the test.
+        phase: one of PHASES, or "loss": the step returns None; with any other nothing happens.
         kind: of KINDS, or "SIGSTOP", "endless", "slow".
         rank: -1 is all of them.
         seconds: how slow.
@@ -89,8 +89,10 @@ class Model(TinyGPT):
     def setup(self, stage: str) -> None:
         self.fault.at("setup")
 
-    def training_step(self, rows: torch.Tensor, batch_idx: int) -> torch.Tensor:
+    def training_step(self, rows: torch.Tensor, batch_idx: int) -> torch.Tensor | None:
         if batch_idx == 2:
+            if self.fault.phase == "loss" and self.fault.rank == int(os.environ["RANK"]):
+                return None
             self.fault.at("forward")
         return super().training_step(rows, batch_idx)
 
@@ -298,3 +300,10 @@ def _as_script(body: Callable[[], Any]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     return code
+
+
+if __name__ == "__main__":
+    # FOLDER PHASE RANK KIND, started as a script or by torchrun.
+    train(
+        Fault(sys.argv[2], int(sys.argv[3]), sys.argv[4]), Path(sys.argv[1]), layout="zero1x2-pp2", timeout_seconds=60
+    )

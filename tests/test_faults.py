@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
-from faulty_jobs import KINDS, PHASES, WORLD_SIZE, Ended, Fault, Job, train
+from faulty_jobs import KINDS, PHASES, WORLD_SIZE, Ended, Fault, Job, runs, train
 
 pytestmark = pytest.mark.distributed
 
@@ -32,6 +36,54 @@ def assert_ended_with_cause(ended: Ended, fault: Fault) -> None:
     told = next(line for line in ended.errors.splitlines() if f"{rank} {what}" in line)
     # Ranks are laid out as stage, data.
     assert f"(stage {fault.rank // 2}, data {fault.rank % 2})" in told, told
+
+
+# Each rank, phase and kind at least once.
+COVERING = [
+    ("script", Fault("setup", 0, "SIGKILL")),
+    ("script", Fault("forward", 1, "exception")),
+    ("ranks", Fault("schedule", 3, "exception")),
+    ("ranks", Fault("save", 2, "SIGKILL")),
+    ("script", Fault("validation", 0, "exception")),
+    ("ranks", Fault("teardown", 1, "exception")),
+]
+
+
+@pytest.mark.parametrize(("how", "fault"), COVERING, ids=lambda value: getattr(value, "phase", value))
+def test_fault_ends_the_job(how: str, fault: Fault, tmp_path: Path) -> None:
+    assert_ended_with_cause(run(fault, tmp_path, how=how), fault)
+
+
+def test_step_without_a_loss_on_one_rank_is_an_error_that_ends_all(tmp_path: Path) -> None:
+    body = partial(train, Fault("loss", 1, "none"), tmp_path, layout="dp2", timeout_seconds=60)
+    ended = Job(body, how="script", folder=tmp_path, world_size=2).wait()
+    assert ended.code != 0 and ended.alive == [] and ended.seconds < 30
+    assert ended.errors.count("rank 1 of 2 raised RuntimeError: Skipping the `training_step` by returning None") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [Fault("forward", 0, "SIGKILL"), Fault("validation", 2, "SIGKILL"),
+                                   Fault("forward", 0, "exception"), Fault("save", 3, "SIGKILL")], ids=str)  # fmt: skip
+@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]])
+def test_fault_ends_real_processes_too(launcher: list[str], fault: Fault, tmp_path: Path) -> None:
+    script = Path(__file__).parent / "faulty_jobs.py"
+    command = [sys.executable, *launcher, str(script), str(tmp_path), fault.phase, str(fault.rank), fault.kind]
+    with (tmp_path / "errors").open("w") as errors:
+        process = subprocess.Popen(command, stdout=errors, stderr=errors, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    deadline = time.monotonic() + 120
+    while not all((tmp_path / f"pid-{rank}").exists() for rank in range(4)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(4)]
+    # A killed or raising rank takes a few seconds of training to come there.
+    code = process.wait(timeout=60)
+    time.sleep(1.5)
+    told = (tmp_path / "errors").read_text()
+    assert code != 0 and [pid for pid in pids if runs(pid)] == [], told
+    what = "was killed" if fault.kind == "SIGKILL" else "raised ValueError: the cause"
+    assert told.count(f"rank {fault.rank} of 4 {what}") == 1 or (
+        # Of a rank (stage, data) that torchrun watches, a peer tells.
+        f"rank {fault.rank} (stage {fault.rank // 2}, data {fault.rank % 2}) of 4 {what}" in told
+    ), told
 
 
 @pytest.mark.slow

@@ -20,7 +20,9 @@ def job(fault: Fault, folder: Path, *, how: str, layout: str = "zero1x2-pp2") ->
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("rank", "phase", "how"), [(0, "forward", "script"), (3, "schedule", "ranks")])
+@pytest.mark.parametrize(
+    ("rank", "phase", "how"), [(0, "forward", "script"), pytest.param(3, "schedule", "ranks", marks=pytest.mark.slow)]
+)
 def test_stopped_rank_is_named_within_the_timeout(rank: int, phase: str, how: str, tmp_path: Path) -> None:
     ended = job(Fault(phase, rank, "SIGSTOP"), tmp_path, how=how).wait()
     assert ended.code != 0 and ended.alive == []
@@ -36,6 +38,7 @@ def test_stopped_rank_is_named_within_the_timeout(rank: int, phase: str, how: st
     assert ended.seconds < 30 + TIMEOUT
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_rank_that_never_returns_from_its_code_is_named_with_the_line(tmp_path: Path) -> None:
     ended = job(Fault("forward", 1, "endless"), tmp_path, how="script").wait()
@@ -47,6 +50,7 @@ def test_rank_that_never_returns_from_its_code_is_named_with_the_line(tmp_path: 
     assert "in endless" in stack.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_long_saves_and_many_steps_are_no_hang(tmp_path: Path) -> None:
     # All ranks are longer in the save than the timeout, and together longer in validation.

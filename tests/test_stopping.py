@@ -47,9 +47,14 @@ def stopped(folder: Path, *, sig: str, how: str, to: str, save: bool) -> Ended:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("sig", "how", "to"),
-    [("SIGTERM", "script", "first"), ("SIGTERM", "script", "rank 2"), ("SIGINT", "script", "all"),
-     ("SIGTERM", "ranks", "first"), ("SIGINT", "ranks", "first")],
-)  # fmt: skip
+    [
+        ("SIGTERM", "script", "rank 2"),
+        ("SIGINT", "script", "all"),
+        ("SIGTERM", "ranks", "first"),
+        pytest.param("SIGTERM", "script", "first", marks=pytest.mark.slow),
+        pytest.param("SIGINT", "ranks", "first", marks=pytest.mark.slow),
+    ],
+)
 def test_signal_ends_all_ranks_at_one_step_with_a_checkpoint(sig: str, how: str, to: str, tmp_path: Path) -> None:
     ended = stopped(tmp_path, sig=sig, how=how, to=to, save=True)
     assert ended.code == (128 + getattr(signal, sig) if how == "ranks" else SIGNALS[sig]), ended.errors
@@ -61,6 +66,7 @@ def test_signal_ends_all_ranks_at_one_step_with_a_checkpoint(sig: str, how: str,
     assert store.summary(saved)["global_step"] == int(steps.pop())
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_signal_without_a_wish_to_save_ends_all_ranks_and_writes_nothing(tmp_path: Path) -> None:
     ended = stopped(tmp_path, sig="SIGTERM", how="script", to="first", save=False)

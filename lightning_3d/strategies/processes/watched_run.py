@@ -127,7 +127,7 @@ class WatchedRun:
     def _before_batch(self) -> None:
         """In the place of Lightning's broadcast, which comes before a training batch is fetched."""
         HERE.enter("loading a batch")
-        HERE.loading_since = time.monotonic()
+        HERE.loading_since, HERE.waited_before_loading = time.monotonic(), HERE.waited_seconds
         window = self._trainer.accumulate_grad_batches
         if self._trainer.fit_loop.epoch_loop.batch_progress.current.ready % window == 0:
             self._boundary()
