@@ -234,9 +234,9 @@ def report_errors(path: str | os.PathLike[str] | None = None) -> Iterator[None]:
     except Exception as error:
         # Where one block lies in another, the inner one has told it.
         if not getattr(error, "_lightning_3d_reported", False):
+            told = write_report(_one_line(error), traceback.format_exc(), path=path)
             with contextlib.suppress(AttributeError):
-                error._lightning_3d_reported = True  # type: ignore[attr-defined]
-            write_report(_one_line(error), traceback.format_exc(), path=path)
+                error._lightning_3d_reported = told  # type: ignore[attr-defined]
         raise
 
 
@@ -245,8 +245,8 @@ def _one_line(error: BaseException) -> str:
     return text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]} ..."
 
 
-def write_report(summary: str, details: str = "", *, path: str | os.PathLike[str] | None = None) -> None:
-    """Say what this rank dies of: to its supervisor, if a process of ours started it, and to the other ranks."""
+def write_report(summary: str, details: str = "", *, path: str | os.PathLike[str] | None = None) -> bool:
+    """Say what this rank dies of: to its supervisor, if there is a place for that, which is returned, and to others."""
     HERE.failure = HERE.failure or summary
     target = path or os.environ.get(REPORT_VARIABLE)
     if target:
@@ -255,6 +255,7 @@ def write_report(summary: str, details: str = "", *, path: str | os.PathLike[str
         with contextlib.suppress(FileNotFoundError):
             partial.write_text(json.dumps(report))
             partial.replace(target)
+    return bool(target)
 
 
 def _read_report(path: Path) -> dict | None:
