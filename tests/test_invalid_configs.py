@@ -7,6 +7,7 @@ import functools
 import os
 import random
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]
 
     for owner, name in ((os, "fork"), (os, "posix_spawn"), (subprocess, "Popen"), (dist, "init_process_group")):
         monkeypatch.setattr(owner, name, refuse)
+    # Tests that run beside others come from `python -c`, which no Trainer could run again.
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
     jobs: list[Any] = []
     monkeypatch.setattr(train, "start", lambda job: jobs.append(job) or 0)
     # Hydra's part is most of the time, and the recipes without changes are composed in every case.
