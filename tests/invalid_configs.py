@@ -127,7 +127,7 @@ def setting_without_its_group(rng: random.Random) -> Case:
 def unknown_option(rng: random.Random) -> Case:
     group = rng.choice(sorted(GROUPS))
     option = rng.choice(GROUPS[group])
-    wrong = rng.choice([option + "x", option[:-1] + "_", "none_such"])
+    wrong = rng.choice([option + "x", option[0] + option, "none_such"])
     return _cli("unknown_option", f"{group}={wrong}", told=(group, wrong, *([option] if wrong != "none_such" else [])))
 
 
