@@ -16,7 +16,7 @@ from lightning_3d.errors import LaunchError
 from lightning_3d.layout import Layout
 from lightning_3d.parallel import tensor
 from lightning_3d.parallel.staged import StagedModule
-from lightning_3d.strategies import three_d
+from lightning_3d.strategies import feeding
 from lightning_3d.strategies.three_d import ThreeDStrategy
 
 LAYOUTS = ["dp2", "zero1x2", "zero2x2", "zero3x2"]
@@ -101,7 +101,7 @@ def test_accumulation_clipping_and_float32_are_taken_from_the_call(capsys: pytes
 def test_a_fault_on_each_axis_fails_the_layouts_that_have_it_and_is_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = three_d.shard_dataloader
+    real = feeding.shard_dataloader
 
     def same_rows(loader: Any, **kwargs: Any) -> Any:
         return real(loader, **{**kwargs, "rank": 0})
@@ -109,7 +109,7 @@ def test_a_fault_on_each_axis_fails_the_layouts_that_have_it_and_is_the_exit_cod
     def own_part(ctx: Any, partial: torch.Tensor, group: Any) -> torch.Tensor:
         return partial.clone()
 
-    monkeypatch.setattr(three_d, "shard_dataloader", same_rows)
+    monkeypatch.setattr(feeding, "shard_dataloader", same_rows)
     monkeypatch.setattr(tensor._ReduceOut, "forward", staticmethod(own_part))
     monkeypatch.setattr(StagedModule, "norm_group", property(lambda self: None))
     assert main([*small("digits_mlp"), "layouts=[dp2,tp2,pp2]"]) == 1

@@ -23,7 +23,7 @@ from lightning_3d.cli.comparison import Comparison, Recorder, RunRecord, Toleran
 from lightning_3d.data.batch import data_parallel_size
 from lightning_3d.parallel.local import local_tensor
 from lightning_3d.parallel.zero import ShardedModule, fsdp_parameters
-from lightning_3d.strategies import three_d
+from lightning_3d.strategies import feeding, three_d
 from lightning_3d.strategies.three_d import ThreeDStrategy
 
 pytestmark = pytest.mark.distributed
@@ -236,8 +236,8 @@ def repeat_initial_shards() -> None:
 
 def repeat_rows() -> None:
     """All ranks get rank 0's rows."""
-    real = three_d.shard_dataloader
-    three_d.shard_dataloader = lambda loader, **kwargs: real(loader, **{**kwargs, "rank": 0})
+    real = feeding.shard_dataloader
+    feeding.shard_dataloader = lambda loader, **kwargs: real(loader, **{**kwargs, "rank": 0})
 
 
 def keep_metrics_local() -> None:

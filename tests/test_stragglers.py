@@ -83,7 +83,8 @@ class SleepsIn(L.Callback):
 
 def train(layout: str, slow: int) -> list[tuple[int, int, float]]:
     L.seed_everything(0, verbose=False)
-    stragglers = Stragglers()
+    # A step of some 20 ms: what else the machine does may slow a rank down for real, but not so much.
+    stragglers = Stragglers(factor=5.0)
     trainer = trainer_for(layout, max_steps=22, callbacks=[SleepsIn(rank=slow, begin=12), stragglers])
     trainer.fit(TinyGPT(), ordered(Rows(400), replicas=Layout.parse(layout).data))
     return stragglers.named
