@@ -32,7 +32,7 @@ from lightning_3d.checkpoint import store
 TOP = Path(__file__).resolve().parent.parent
 END_SECONDS = 30.0
 # Of a rank that waits for a stopped one.
-TIMEOUT_SECONDS = 10
+TIMEOUT_SECONDS = 20
 KINDS = ("kill rank", "kill command", "terminate command", "stop rank")
 
 
@@ -43,7 +43,7 @@ class Report:
     Attributes:
         kills: of each kind.
         end_seconds: from each to the end of the last process.
-        faults: what was not as it should be.
+        faults: what was not as it should be; unfinished: one of the runs did not come to its end.
         seconds: of the disturbed run; `undisturbed_seconds` of the other.
     """
 
@@ -53,6 +53,7 @@ class Report:
     faults: list[str] = field(default_factory=list)
     seconds: float = 0.0
     undisturbed_seconds: float = 0.0
+    unfinished: bool = False
     weights_equal: bool = False
 
     @property
@@ -124,7 +125,7 @@ def soak(folder: Path, options: argparse.Namespace) -> Report:
     start = time.monotonic()
     _finish(folder / "undisturbed", options=options, report=report)
     report.undisturbed_seconds = time.monotonic() - start
-    if not report.faults:
+    if not report.unfinished:
         ends = [store.newest(folder / name / "run" / "checkpoints") for name in ("disturbed", "undisturbed")]
         report.weights_equal = None not in ends and equal_tensors(*ends)  # type: ignore[arg-type]
     return report
@@ -185,6 +186,7 @@ def print_report(report: Report) -> None:
 def _finish(folder: Path, *, options: argparse.Namespace, report: Report) -> None:
     command = Command(folder, steps=report.steps, options=options)
     if command.process.wait() != 0:
+        report.unfinished = True
         report.faults.append(f"the run did not come to its end: {_tail(command.log)}")
 
 

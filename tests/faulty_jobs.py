@@ -119,6 +119,8 @@ class Model(TinyGPT):
 def train(fault: Fault, folder: Path, *, layout: str, timeout_seconds: float, **settings: Any) -> None:
     """A small run with validation and a checkpoint, as a user's script has it."""
     note_pid(folder)
+    if "RANK" in os.environ:
+        fault.at("start")
     L.seed_everything(1, verbose=False)
     rank_file = writing.rank_file
 

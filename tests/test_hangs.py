@@ -107,3 +107,17 @@ def test_silent_rank_is_the_cause_whatever_it_said_last() -> None:
         "no progress for 10 s: rank 1 (stage 1) has not been heard of for 12 s, since training, batch 3"
     )
     assert "rank 2 has said nothing here" in text
+
+
+def test_rank_that_never_came_is_named() -> None:
+    posts = [post(rank, where="setup") for rank in (0, 1, 3)]
+    assert summary(*posts).startswith("no progress for 10 s: rank 2 has not come.")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("how", ["script", "ranks"])
+def test_rank_that_stops_before_it_comes_is_named(how: str, tmp_path: Path) -> None:
+    ended = job(Fault("start", 1, "SIGSTOP"), tmp_path, how=how).wait()
+    assert ended.code != 0 and ended.alive == [] and ended.seconds < 30 + TIMEOUT
+    assert "no progress for 10 s: rank 1 has not come" in ended.errors

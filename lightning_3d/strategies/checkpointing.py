@@ -30,6 +30,7 @@ from lightning_3d.strategies.saving.averaging import leave_averages_to_strategy,
 from lightning_3d.strategies.saving.selection import Selection, agree_on_best, pick_last_of_committed, tell_leftovers
 from lightning_3d.strategies.saving.weights import load_weights_
 from lightning_3d.strategies.saving.windows import SaveAtWindowEnd
+from lightning_3d.whereabouts import HERE
 
 
 class CheckpointingStrategy(MeshStrategy):
@@ -90,6 +91,7 @@ class CheckpointingStrategy(MeshStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         assert self.lightning_module is not None
+        HERE.enter("saving a checkpoint")
         path = self.broadcast(os.fspath(filepath))
         where = place(path, storage_options=storage_options or self.options_for(path))
         if self._windows.postpone(self.lightning_module.trainer, checkpoint, path, storage_options):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -119,20 +120,26 @@ class MeshStrategy(ParallelStrategy):
         device = self.root_device
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(device)
         device_id = None if device.type == "cpu" else device
+        self._run = self._watched_run()
         # The watchdog comes first, and says more than a collective that gives up.
         timeout = self._timeout + timedelta(seconds=30)
         _init_dist_connection(self.cluster_environment, backend, timeout=timeout, device_id=device_id)
         if self._mesh is None:
             self._mesh = build_mesh(self.layout, device=device)
-        if dist.get_world_size() > 1:
-            assert isinstance(self._launcher, ScriptLauncher)
-            self._run = WatchedRun(
-                self.lightning_module.trainer,
-                self._launcher,
-                mesh=self.mesh,
-                layout=self.layout,
-                timeout_seconds=self._timeout.total_seconds(),
-            )
+        if self._run is not None:
+            self._run.met(self.mesh, self.layout)
+
+    def _watched_run(self) -> WatchedRun | None:
+        if self.world_size == 1:
+            return None
+        assert isinstance(self._launcher, ScriptLauncher) and self.lightning_module is not None
+        return WatchedRun(
+            self.lightning_module.trainer,
+            self._launcher,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            timeout_seconds=self._timeout.total_seconds(),
+        )
 
     def _begin_step(self, step: str, args: Sequence[Any]) -> None:
         """A `training_step` or its like begins; where all ranks are to stop, this raises."""
@@ -144,6 +151,12 @@ class MeshStrategy(ParallelStrategy):
     def _end_step(self) -> None:
         """What comes now may take its time: callbacks, loggers."""
         HERE.enter("callbacks after a step")
+
+    @contextmanager
+    def _evaluation_step(self, step: str, args: Sequence[Any]) -> Iterator[None]:
+        self._begin_step(step, args)
+        yield
+        self._end_step()
 
     # ------------------------------------------------------------------ talking
 

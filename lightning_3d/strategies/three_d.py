@@ -284,8 +284,7 @@ class ThreeDStrategy(GuardedStrategy):
         return self._evaluate(function, self.precision_plugin.forward_context, args)
 
     def _evaluate(self, function: Callable[..., Any], context: Context, args: tuple[Any, ...]) -> Any:
-        self._begin_step(function.__name__, args)
-        with _no_grad():
+        with _no_grad(), self._evaluation_step(function.__name__, args):
             if self._pipelined is not None:
                 return self._pipelined.evaluate(function, args, context=context)
             with context(), self._equal_draws(function.__name__):

@@ -42,8 +42,11 @@ def causes(posts: Mapping[int, Post], *, now: float) -> list[int]:
     return free or [rank for rank, post in sorted(posts.items()) if not post.waiting]
 
 
-def headline(posts: Mapping[int, Post], *, timeout_seconds: float, now: float) -> str:
+def headline(posts: Mapping[int, Post], *, world_size: int, timeout_seconds: float, now: float) -> str:
     """One line: what happened, and whose fault it is."""
+    absent = [f"rank {rank}" for rank in range(world_size) if rank not in posts]
+    if absent and all(post.where == "setup" for post in posts.values()):
+        return f"no progress for {timeout_seconds:g} s: {', '.join(absent)} has not come"
     found = causes(posts, now=now)
     if not found:
         return f"all ranks wait for each other for {timeout_seconds:g} s: they have taken different ways"
@@ -65,7 +68,7 @@ def summarise(
     Args:
         details: where stacks are.
     """
-    lines = [headline(posts, timeout_seconds=timeout_seconds, now=now) + "."]
+    lines = [headline(posts, world_size=world_size, timeout_seconds=timeout_seconds, now=now) + "."]
     for rank in range(world_size):
         post = posts.get(rank)
         if post is None:

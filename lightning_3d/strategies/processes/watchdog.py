@@ -47,8 +47,6 @@ class Watchdog(threading.Thread):
             not wait for (a long save, a callback) may take longer.
         reports: the folder for the report of a hang.
         stop: votes when all are asked to stop.
-        coordinates: in the mesh, by axis.
-        stages: the ranks that hold each stage of this rank's pipeline.
         leaving: called before this thread ends the process.
     """
 
@@ -61,8 +59,6 @@ class Watchdog(threading.Thread):
         timeout_seconds: float,
         reports: Path,
         stop: AgreedStop,
-        coordinates: Mapping[str, int],
-        stages: Mapping[int, Sequence[int]],
         leaving: Callable[[], Any],
     ) -> None:
         super().__init__(name="lightning-3d-watchdog", daemon=True)
@@ -74,8 +70,8 @@ class Watchdog(threading.Thread):
         self._patience = timeout_seconds - min(2.0, timeout_seconds / 4)
         self._reports = reports
         self._stop_agreement = stop
-        self._coordinates = coordinates
-        self._stages = stages
+        self._coordinates: Mapping[str, int] = {}
+        self._stages: Mapping[int, Sequence[int]] = {}
         self._leaving = leaving
         self._main = threading.main_thread().ident
         self._ended = threading.Event()
@@ -91,6 +87,11 @@ class Watchdog(threading.Thread):
             # A folder that went, a rank that has just ended: the next look will do.
             with contextlib.suppress(OSError, ValueError):
                 self.look()
+
+    def place(self, coordinates: Mapping[str, int], *, stages: Mapping[int, Sequence[int]]) -> None:
+        """The ranks have met: this one's place in the mesh, and the ranks that hold each stage of its pipeline."""
+        self._coordinates, self._stages = coordinates, stages
+        self._post()
 
     def close(self, *, done: bool) -> None:
         """No more watching; tells the others how this rank's run has ended."""
@@ -157,16 +158,21 @@ class Watchdog(threading.Thread):
     def _end_with_the_job(self) -> None:
         """When a rank of this job has failed, end this one too, should it not come to that by itself."""
         if self._doomed_since is None:
-            first = self._failed()
-            if first is None:
+            if not self.tell_of_failure():
                 return
             self._doomed_since = time.monotonic()
-            # A supervisor of ours tells it better; without one, this is the only word about a killed rank.
-            if REPORT_VARIABLE not in os.environ and self._board.claim("told"):
-                reason = f"raised {first.failure}" if first.failure else "was killed"
-                print(f"{first.name} of {self._world_size} {reason}; last seen in {first.where}.", file=sys.stderr)
         if time.monotonic() - self._doomed_since > UNWIND_SECONDS:
             self._leave()
+
+    def tell_of_failure(self) -> bool:
+        """Whether a rank has failed; the first to ask tells, unless a supervisor of ours will do it better."""
+        first = self._failed()
+        if first is not None and REPORT_VARIABLE not in os.environ and self._board.claim("told"):
+            reason = f"raised {first.failure}" if first.failure else "was killed"
+            print(
+                f"{first.name} of {self._world_size} {reason}; last seen in {first.where}.", file=sys.stderr, flush=True
+            )
+        return first is not None
 
     def _failed(self) -> Post | None:
         for post in self._board.read_all(self._world_size).values():
@@ -195,7 +201,7 @@ class Watchdog(threading.Thread):
             if all((self._reports / f"rank_{rank:05d}.txt").exists() for rank in able):
                 break
         found, now = self._board.read_all(self._world_size), time.time()
-        short = hang_report.headline(found, timeout_seconds=self._timeout, now=now)
+        short = hang_report.headline(found, world_size=self._world_size, timeout_seconds=self._timeout, now=now)
         summary = hang_report.summarise(
             found, world_size=self._world_size, timeout_seconds=self._timeout, now=now, details=str(self._reports)
         )

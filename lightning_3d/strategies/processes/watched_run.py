@@ -33,7 +33,10 @@ _NUMBERS = itertools.count()
 
 
 class WatchedRun:
-    """Starts the watchdog, and puts itself where Lightning handles signals and the launcher handles errors; collective.
+    """Starts the watchdog, and puts itself where Lightning handles signals and the launcher handles errors.
+
+    Where a launcher of ours has made a folder for this machine's ranks, it watches from now on, so that a rank that
+    does not come is named too; else from `met` on.
 
     Args:
         trainer: about to run.
@@ -46,8 +49,8 @@ class WatchedRun:
         trainer: L.Trainer,
         launcher: ScriptLauncher,
         *,
-        mesh: DeviceMesh,
-        layout: Layout,
+        rank: int,
+        world_size: int,
         timeout_seconds: float,
     ) -> None:
         self._trainer = trainer
@@ -55,24 +58,38 @@ class WatchedRun:
         self._own_folder: Path | None = None
         self._unsaved: list[ModelCheckpoint] = []
         self._signals = ExitStack()
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        self._rank, self._world_size, self._timeout = rank, world_size, timeout_seconds
+        self._number = next(_NUMBERS)
+        self._watching = False
         HERE.failure = ""
         note_waits()
-        board = self._meet(several_machines=trainer.num_nodes > 1)
+        report = os.environ.get(REPORT_VARIABLE)
+        if report is not None and trainer.num_nodes == 1:
+            board = board_of_run(Path(report).parent, self._number)
+            board.folder.mkdir(parents=True, exist_ok=True)
+            self._watch(board)
+
+    def met(self, mesh: DeviceMesh, layout: Layout) -> None:
+        """The ranks can talk; collective."""
+        if not self._watching:
+            self._watch(self._meet())
+        self._watchdog.place(_coordinates(mesh, layout), stages=_ranks_of_stages(mesh, layout))
+
+    def _watch(self, board: Board) -> None:
+        self._watching = True
+        trainer, rank, world_size = self._trainer, self._rank, self._world_size
         self._stop = AgreedStop(board, world_size=world_size)
         self._watchdog = Watchdog(
             board,
             rank=rank,
             world_size=world_size,
-            timeout_seconds=timeout_seconds,
+            timeout_seconds=self._timeout,
             reports=Path(trainer.default_root_dir, "hang_reports", f"{board.folder.parent.name}-{board.folder.name}"),
             stop=self._stop,
-            coordinates=_coordinates(mesh, layout),
-            stages=_ranks_of_stages(mesh, layout),
             leaving=ScriptLauncher.dismiss_guardian,
         )
         self._watchdog.start()
-        launcher.on_failure, launcher.on_success = self._failed, self._succeeded
+        self._launcher.on_failure, self._launcher.on_success = self._failed, self._succeeded
         self._take_over_signals()
 
     def begin_step(self, step: str) -> None:
@@ -86,25 +103,20 @@ class WatchedRun:
     def unwound(self) -> None:
         """Lightning has torn down: what comes after an error is the script's own."""
         self._signals.close()
-        if self._launcher.failed:
+        if self._launcher.failed and self._watching:
             for callback in self._unsaved:
                 callback.save_on_exception = True
             self._close(done=self._stop.agreed)
 
     # ------------------------------------------------------------------ parts
 
-    def _meet(self, *, several_machines: bool) -> Board:
-        """A folder that all ranks see: beside the reports that a launcher of ours waits for, else a new one."""
-        number = next(_NUMBERS)
+    def _meet(self) -> Board:
+        """A new folder that all ranks see."""
         box: list[Any] = [None]
         if dist.get_rank() == 0:
-            report = os.environ.get(REPORT_VARIABLE)
-            if report is not None and not several_machines:
-                folder = Path(report).parent
-            else:
-                shared = self._trainer.default_root_dir if several_machines else None
-                folder = self._own_folder = Path(tempfile.mkdtemp(prefix="lightning-3d-", dir=shared))
-            board = board_of_run(folder, number)
+            shared = self._trainer.default_root_dir if self._trainer.num_nodes > 1 else None
+            self._own_folder = Path(tempfile.mkdtemp(prefix="lightning-3d-", dir=shared))
+            board = board_of_run(self._own_folder, self._number)
             board.folder.mkdir(parents=True)
             box = [str(board.folder)]
         dist.broadcast_object_list(box, 0)
@@ -145,6 +157,8 @@ class WatchedRun:
         """Before Lightning's callbacks hear of an error."""
         if self._stop.agreed:
             return
+        # It may be an effect of a killed rank, and torchrun ends this one before its watchdog looks again.
+        self._watchdog.tell_of_failure()
         HERE.failure = HERE.failure or type(error).__name__
         for callback in self._trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.save_on_exception:
