@@ -38,7 +38,11 @@ class Part(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden, self.cos, self.sin)
         if self.norm is not None and self.head is not None:
-            hidden = self.head(self.norm(hidden))
+            hidden = self.head(self.before_head(self.norm(hidden)))
+        return hidden
+
+    def before_head(self, hidden: Tensor) -> Tensor:
+        """Where a split head begins to differ."""
         return hidden
 
     def loss(self, logits: Tensor, rows: Tensor) -> Tensor:

@@ -29,6 +29,19 @@ class Rows(Dataset):
         return torch.randint(0, VOCAB, (17,), generator=torch.Generator().manual_seed(index))
 
 
+class Numbers(Dataset):
+    """Each sample is its own index."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
 class TinyGPT(L.LightningModule):
     """A tied GPT with a learned temperature outside of it; built in `configure_model` if `lazy`."""
 

@@ -11,23 +11,13 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+from modules import Numbers
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 from training import run, trainer_for
 
 from lightning_3d import Layout
 from lightning_3d.strategies.batches.global_batches import Progress
 from lightning_3d.strategies.batches.sampling import shard_dataloader
-
-
-class Numbers(Dataset):
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 class Pairs:

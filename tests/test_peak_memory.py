@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import re
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import lightning as L
@@ -68,8 +70,8 @@ def resident_bytes(name: str) -> int:
 
 def measure(layout: str, kind: type[LanguageModel]) -> tuple[int, int]:
     """A rank's highest memory while it sets up and while it trains, over what a tiny model of the same kind left."""
-    # Each tensor of 64 KiB or more in pages of its own, which go back to the kernel when it is freed: neither what the
-    # parent has left in its heap nor what earlier tensors have can hide what is allocated here. 3: M_MMAP_THRESHOLD.
+    # Each tensor of 64 KiB or more in pages of its own, which go back to the kernel when it is freed: what earlier
+    # tensors have left in the heap cannot hide what is allocated here. 3: M_MMAP_THRESHOLD.
     assert ctypes.CDLL(None).mallopt(-3, 64 * 1024) == 1
     fit(layout, kind, SMALL)
     # The highest so far is now: the kernel forgets what came before.
@@ -110,7 +112,10 @@ def highest(layout: str, kind: type[LanguageModel] = LanguageModel) -> list[tupl
 
     In setup that is its parameters; in training its parameters, their gradients and AdamW's two moments.
     """
-    measured = run(layout, measure, kind)
+    # Ranks are forks, so they begin with all the memory of the process that starts them, and what they give back of it
+    # would be counted as never used: it is a new one, which has imported the packages and run no other test.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as clean:
+        measured = clean.submit(run, layout, measure, kind).result()
     shares = share_bytes(layout)
     return [(setup / share, peak / (4 * share)) for (setup, peak), share in zip(measured, shares, strict=True)]
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from modules import Numbers
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -30,17 +31,6 @@ from lightning_3d.strategies.batches.global_batches import Progress
 from lightning_3d.strategies.batches.sampling import shard_dataloader
 
 RANKS = (1, 2, 3, 4)
-
-
-class Numbers(Dataset):
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 def shards(loader: Any, ranks: int, *, seed: int = 3, done: int = 0) -> list[Any]:

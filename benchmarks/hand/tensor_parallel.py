@@ -28,14 +28,8 @@ class SplitPart(Part):
         if isinstance(self.embed, nn.Embedding):
             self.embed = _SplitEmbedding(nn.Parameter(self.embed.weight.detach()), group)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        if self.embed is not None:
-            hidden = self.embed(hidden)
-        for layer in self.layers:
-            hidden = layer(hidden, self.cos, self.sin)
-        if self.norm is not None and self.head is not None:
-            hidden = self.head(_Enter.apply(self.norm(hidden), self.group))
-        return hidden
+    def before_head(self, hidden: Tensor) -> Tensor:
+        return _Enter.apply(hidden, self.group)
 
     def loss(self, logits: Tensor, rows: Tensor) -> Tensor:
         return _SplitLoss.apply(logits.flatten(0, 1), rows[:, 1:].flatten(), self.group)

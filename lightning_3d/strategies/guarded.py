@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from types import MethodType
@@ -25,13 +26,13 @@ class GuardedStrategy(FeedingStrategy):
     _steps: FiniteSteps | None = None
     _last_args: tuple[Any, ...] = ()
 
+    @abstractmethod
     def _compute_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's `training_step`, under a pipeline with its backward."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _compute_forward(self, args: tuple[Any, ...]) -> Any:
         """The forward of the user's `training_step`."""
-        raise NotImplementedError
 
     # ------------------------------------------------------------------ starting
 
