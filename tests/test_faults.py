@@ -17,6 +17,16 @@ pytestmark = pytest.mark.distributed
 LAYOUT = "zero1x2-pp2"
 
 
+# What a rank that raises is told to have been doing; one that is killed was seen there, or a moment before.
+PLACES = {
+    "setup": "setup",
+    "forward": "training, batch",
+    "schedule": "training, batch",
+    "validation": "validation",
+    "teardown": "teardown",
+}
+
+
 def run(fault: Fault, folder: Path, *, how: str = "script") -> Ended:
     body = partial(train, fault, folder, layout=LAYOUT, timeout_seconds=60)
     return Job(body, how=how, folder=folder).wait()
@@ -36,6 +46,8 @@ def assert_ended_with_cause(ended: Ended, fault: Fault) -> None:
     told = next(line for line in ended.errors.splitlines() if f"{rank} {what}" in line)
     # Ranks are laid out as stage, data.
     assert f"(stage {fault.rank // 2}, data {fault.rank % 2})" in told, told
+    if fault.kind == "exception":
+        assert f"it was in {PLACES[fault.phase]}" in told, told
 
 
 # Each rank, phase and kind at least once.

@@ -22,6 +22,9 @@ from lightning_3d.checkpoint.export import (
 from lightning_3d.checkpoint.names import find_prefix
 from lightning_3d.cli.saved_run import find_checkpoint, run_config
 from lightning_3d.errors import CheckpointError, ConfigError
+from lightning_3d.models import hf_folder
+from lightning_3d.models.huggingface import read_config
+from lightning_3d.models.lora import adapter_names, write_adapter_config
 from lightning_3d.models.weight_files import some
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -54,49 +57,46 @@ def to_safetensors(source: Path, out: Path, arguments: argparse.Namespace) -> No
 
 def to_hf(source: Path, out: Path, arguments: argparse.Namespace) -> None:
     """A folder that `transformers` loads."""
-    from lightning_3d.models import hf_folder
-    from lightning_3d.models.lora import adapter_names
-
     _refuse(arguments, "weights_only")
     extra = store.load_extra(source)
-    config, folder = _config(extra.get("hyper_parameters", {}), arguments.config_from)
+    model = _counterpart(extra.get("hyper_parameters", {}), arguments.config_from)
     own = model_tensors(source)
     if adapter_names(own):
         raise CheckpointError(
             f"{source} has LoRA adapters beside the model's weights. Use --to peft; PEFT then merges them: "
             "PeftModel.from_pretrained(model, OUT).merge_and_unload().save_pretrained(...)."
         )
-    shapes = hf_folder.weight_shapes(config)
-    prefix = find_prefix(shapes, own)
-    missing = [name for name in shapes if prefix + name not in own]
+    shapes = hf_folder.weight_shapes(model.config)
+    prefix = find_prefix([model.own_name(name) for name in shapes], own)
+    names = {prefix + model.own_name(name): name for name in shapes}
+    missing = [name for name in names if name not in own]
     misshapen = [
-        f"{prefix + name} is {tuple(own[prefix + name])} for {tuple(shape)}"
-        for name, shape in shapes.items()
-        if prefix + name in own and own[prefix + name] != shape
+        f"{name} is {tuple(own[name])} for {tuple(shapes[stored])}"
+        for name, stored in names.items()
+        if name in own and own[name] != shapes[stored]
     ]
     if missing or misshapen:
         told = [f"missing: {some(missing)}." if missing else "", f"Misshapen: {some(misshapen)}." if misshapen else ""]
         raise CheckpointError(
-            f"{source} does not hold the weights of a {config.model_type} model. It has {some(list(own), most=3)}. "
-            f"{' '.join(filter(None, told))} Name the folder of the right config with --config-from."
+            f"{source} does not hold the weights of a {model.config.model_type} model. It has "
+            f"{some(list(own), most=3)}. {' '.join(filter(None, told))} Name the folder of the right config with "
+            "--config-from."
         )
     dtype = _dtype(arguments)
     with replacing(out) as draft:
         draft.mkdir()
-        names = {prefix + name: name for name in shapes}
         shard_bytes = int(float(arguments.shard_size or 5) * 10**9)
         write_shards(source, draft, names=names, dtype=dtype, shard_bytes=shard_bytes)
         saved = store.saved_tensors(source)
-        hf_folder.write_config(draft, config, dtype=dtype or saved[f"model.{next(iter(names))}"].properties.dtype)
-        _write_tokenizer(draft, source, folder)
-    tied = {prefix + name for name in hf_folder.all_names(config)} - names.keys()
+        dtype = dtype or saved[f"model.{next(iter(names))}"].properties.dtype
+        hf_folder.write_config(draft, model.config, dtype=dtype)
+        _write_tokenizer(draft, source, model.folder)
+    tied = {prefix + model.own_name(name) for name in hf_folder.all_names(model.config)} - names.keys()
     _tell_left_out([*left_out(source), *(name for name in own if name not in names and name not in tied)])
 
 
 def to_peft(source: Path, out: Path, arguments: argparse.Namespace) -> None:
     """The LoRA adapters alone, as `PeftModel.from_pretrained` loads them onto their base model."""
-    from lightning_3d.models.lora import adapter_names, write_adapter_config
-
     _refuse(arguments, "weights_only", "config_from", "shard_size")
     own = model_tensors(source)
     names = adapter_names(own)
@@ -124,28 +124,22 @@ EXPORTS: dict[str, Callable[[Path, Path, argparse.Namespace], None]] = {
 }
 
 
-def _config(hyper_parameters: Any, folder: str | None) -> tuple[Any, Path | None]:
-    """The transformers config, and the folder that it is from, if any."""
-    from lightning_3d.models import hf_folder
-    from lightning_3d.models.huggingface import read_config
-
+def _counterpart(hyper_parameters: Any, folder: str | None) -> hf_folder.Counterpart:
     if folder is not None:
-        return read_config(Path(folder)), Path(folder)
-    config = hf_folder.config_of(hyper_parameters)
-    if config is None:
+        return hf_folder.Counterpart(read_config(Path(folder)), Path(folder))
+    found = hf_folder.counterpart_of(hyper_parameters)
+    if found is None:
         raise ConfigError(
             "the checkpoint's hyper-parameters name no transformers config (config={model_type: ...} or path=FOLDER). "
             "Give a folder with the model's config.json: --config-from FOLDER. A model of your own is "
             "exported with --to safetensors or --to ckpt."
         )
-    path = hyper_parameters.get("path")
-    return config, None if path is None else Path(path)
+    return found
 
 
 def _write_tokenizer(draft: Path, source: Path, folder: Path | None) -> None:
     """The tokenizer of the folder that the model is from, else that of the run's data."""
     from lightning_3d.cli.build import build
-    from lightning_3d.models import hf_folder
 
     files = [folder / name for name in _TOKENIZER if (folder / name).is_file()] if folder is not None else []
     for file in files:

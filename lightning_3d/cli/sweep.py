@@ -10,11 +10,13 @@ import copy
 import itertools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from hydra import initialize_config_dir
 from hydra._internal.callbacks import Callbacks
@@ -111,7 +113,8 @@ def run(arguments: Sequence[str]) -> int:
 def _run(sweeper: Sweeper, varied: list[str], jobs: _Jobs, folder: Path) -> int:
     trouble, code = "", 0
     try:
-        sweeper.sweep(varied)
+        with _without_study_stop():
+            sweeper.sweep(varied)
     except _Ended as error:
         trouble, code = str(error), error.exit_code
     except KeyboardInterrupt:
@@ -127,6 +130,17 @@ def _run(sweeper: Sweeper, varied: list[str], jobs: _Jobs, folder: Path) -> int:
     if trouble:
         print(f"error: {trouble}", file=sys.stderr)
     return code or int(any(row.value is None for row in jobs.rows))
+
+
+@contextmanager
+def _without_study_stop() -> Iterator[None]:
+    """Optuna's grid sampler stops its study after the last trial, which raises outside of Optuna's own loop.
+
+    Hydra's sweeper catches that, but not where the last trial has failed; it would end without naming the best.
+    """
+    study = sys.modules.get("optuna.study")
+    with patch.object(study.Study, "stop", lambda self: None) if study is not None else nullcontext():
+        yield
 
 
 class _Jobs:

@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_3d.errors import ConfigError
+from lightning_3d.models.gpt_as_llama import gpt_config_of, gpt_name, llama_config
 from lightning_3d.models.huggingface import build_config, read_config
 
 
-def config_of(hyper_parameters: Mapping[str, Any]) -> Any | None:
-    """The transformers config of a module that was made from one, or None where its hyper-parameters tell of none."""
+@dataclass(frozen=True)
+class Counterpart:
+    """What a module's model is in transformers.
+
+    Attributes:
+        config: of transformers.
+        folder: that the model is from, if any.
+        own_name: of a weight's name in transformers, the name that the model itself has for it.
+    """
+
+    config: Any
+    folder: Path | None = None
+    own_name: Callable[[str], str] = str
+
+
+def counterpart_of(hyper_parameters: Mapping[str, Any]) -> Counterpart | None:
+    """What a module with these hyper-parameters is in transformers, or None where they do not tell."""
     config, path = hyper_parameters.get("config"), hyper_parameters.get("path")
+    gpt = gpt_config_of(hyper_parameters)
+    if gpt is not None:
+        return Counterpart(llama_config(gpt), own_name=gpt_name)
     if isinstance(config, Mapping) and "model_type" in config:
-        return build_config(config)
+        return Counterpart(build_config(config))
     if isinstance(path, str) and (Path(path) / "config.json").is_file():
-        return read_config(Path(path))
+        return Counterpart(read_config(Path(path)), Path(path))
     return None
 
 

@@ -232,10 +232,13 @@ def report_errors(path: str | os.PathLike[str] | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # Where one block lies in another, the inner one has told it.
+        # Where one block lies in another, the inner one has told it, or has at least seen where it came from: by now
+        # the run may be torn down.
         if not getattr(error, "_lightning_3d_reported", False):
-            told = write_report(_one_line(error), traceback.format_exc(), path=path)
+            where = getattr(error, "_lightning_3d_where", None) or HERE.describe()
+            told = write_report(_one_line(error), traceback.format_exc(), path=path, where=where)
             with contextlib.suppress(AttributeError):
+                error._lightning_3d_where = where  # type: ignore[attr-defined]
                 error._lightning_3d_reported = told  # type: ignore[attr-defined]
         raise
 
@@ -245,12 +248,18 @@ def _one_line(error: BaseException) -> str:
     return text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]} ..."
 
 
-def write_report(summary: str, details: str = "", *, path: str | os.PathLike[str] | None = None) -> bool:
-    """Say what this rank dies of: to its supervisor, if there is a place for that, which is returned, and to others."""
+def write_report(
+    summary: str, details: str = "", *, path: str | os.PathLike[str] | None = None, where: str | None = None
+) -> bool:
+    """Say what this rank dies of: to its supervisor, if there is a place for that, which is returned, and to others.
+
+    Args:
+        where: it was when that happened; None means now.
+    """
     HERE.failure = HERE.failure or summary
     target = path or os.environ.get(REPORT_VARIABLE)
     if target:
-        report = {"time": time.monotonic(), "error": summary, "traceback": details, "where": HERE.describe()}
+        report = {"time": time.monotonic(), "error": summary, "traceback": details, "where": where or HERE.describe()}
         partial = Path(f"{target}.partial")
         with contextlib.suppress(FileNotFoundError):
             partial.write_text(json.dumps(report))
