@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,11 +21,11 @@ class BackgroundWriter:
     """At most one checkpoint is under way. All ranks call the same methods in the same order.
 
     Args:
-        timeout: after which a rank that waits for another gives up.
+        new_group: of all ranks, for the host's memory; collective.
     """
 
-    def __init__(self, *, timeout: timedelta) -> None:
-        self._timeout = timeout
+    def __init__(self, *, new_group: Callable[[], dist.ProcessGroup]) -> None:
+        self._new_group = new_group
         self._groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._stager: DefaultStager | None = None
         self._thread: threading.Thread | None = None
@@ -99,9 +99,6 @@ class BackgroundWriter:
             if self._stager is not None:
                 self._stager.close()
             self._stager = self._groups = None
-
-    def _new_group(self) -> dist.ProcessGroup:
-        return dist.new_group(backend="gloo", timeout=self._timeout)
 
     def _copy(self, contents: Contents) -> Contents:
         if self._stager is None:

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.parallel.local import local_tensor
-from lightning_3d.parallel.mesh import data_parallel_group
+from lightning_3d.parallel.mesh import data_parallel_group, new_group
 from lightning_3d.parallel.pipeline import Pipeline
 from lightning_3d.parallel.share import Share
 from lightning_3d.parallel.stages import SharedParameter
@@ -115,7 +115,7 @@ def _tied(
         for pipeline in pipelines:
             ranks = tuple(pipeline[holder] for holder in holders)
             if ranks not in groups:
-                groups[ranks] = dist.new_group(list(ranks))
+                groups[ranks] = new_group(ranks)
             group = groups[ranks]
             if dist.get_rank() in ranks:
                 found.append((mine[parameter.name], holders, group))

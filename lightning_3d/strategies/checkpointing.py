@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from lightning_3d.checkpoint.together import together
 from lightning_3d.checkpoint.writing import write
 from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.layout import Layout
+from lightning_3d.parallel.mesh import new_group
 from lightning_3d.parallel.share import Share
 from lightning_3d.strategies.mesh_strategy import MeshStrategy
 from lightning_3d.strategies.saving import dictionary, resume
@@ -59,7 +60,7 @@ class CheckpointingStrategy(MeshStrategy):
                 "Set storage_options=None for folders of this machine."
             )
         self._storage_options = storage_options
-        self._background = BackgroundWriter(timeout=self._timeout)
+        self._background = BackgroundWriter(new_group=partial(new_group, backend="gloo"))
         self._selection = Selection()
         self._windows = SaveAtWindowEnd()
         self._weights_only: bool | None = None

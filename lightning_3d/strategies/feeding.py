@@ -12,7 +12,7 @@ from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_3d.errors import DataError
-from lightning_3d.parallel.mesh import data_parallel_group
+from lightning_3d.parallel.mesh import data_parallel_group, new_group
 from lightning_3d.strategies.batches.global_batches import Progress
 from lightning_3d.strategies.batches.in_step import InStep
 from lightning_3d.strategies.batches.predictions import gather_predictions
@@ -66,7 +66,7 @@ class FeedingStrategy(CheckpointingStrategy):
             return loader
         if self._in_step is None:
             # Ranks of a GPU must not wait for it to learn whether there is a batch.
-            group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=self._timeout)
+            group = None if dist.get_backend() == "gloo" else new_group(backend="gloo")
             self._in_step = InStep(group=group, data_parallel_rank=self.data_parallel_rank)
         return self._in_step.keep(loader, name=trainer.state.stage.dataloader_prefix or "", sharded=ours)
 

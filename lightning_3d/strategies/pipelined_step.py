@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_3d.errors import ModelError
 from lightning_3d.layout import Layout, fits_interleaved
+from lightning_3d.parallel.mesh import new_group
 from lightning_3d.parallel.microbatch import (
     batch_size,
     map_tensors,
@@ -65,7 +66,7 @@ class PipelinedStep:
         self._relay = Relay(group, source=group.size() - 1, device=module.device)
         # Ranks of a GPU must not wait for it to agree on a count.
         on_host = dist.get_backend(data_group) == "gloo"
-        self._count_group = data_group if on_host else dist.new_group(backend="gloo")
+        self._count_group = data_group if on_host else new_group(backend="gloo")
         self._partial = PartialModules(module)
         split = share.pipeline.split
         self._buffers = SharedBuffers(module, own=[part for stage in split.stages for part in split.pieces(stage)])
