@@ -80,7 +80,21 @@ class Net(L.LightningModule):
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9), "interval": "step"}]
 
 
-def fit(layout: str, kind: str, action: str, settings: dict[str, Any]) -> Any:
+class ManualNet(Net):
+    """Steps its optimizer itself."""
+
+    def __init__(self, kind: str, rank: int = 1) -> None:
+        super().__init__(kind, rank)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def fit(layout: str, kind: str, action: str, settings: dict[str, Any], make: type[Net] = Net) -> Any:
     L.seed_everything(1, verbose=False)
     parsed = Layout.parse(layout)
     if layout == "pp2":
@@ -89,7 +103,7 @@ def fit(layout: str, kind: str, action: str, settings: dict[str, Any]) -> Any:
     strategy: Any = trainer.strategy
     assert isinstance(strategy, ThreeDStrategy)
     strategy._nonfinite = action
-    module = Net(kind, rank=0 if parsed.data == 1 else 1)
+    module = make(kind, rank=0 if parsed.data == 1 else 1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -103,10 +117,9 @@ def fit(layout: str, kind: str, action: str, settings: dict[str, Any]) -> Any:
     return error, told, whole_weights(module), module.finished, steps, rate
 
 
-def ranks_of(layout: str, kind: str, action: str, **settings: Any) -> list[Any]:
-    return fork_ranks(
-        fit, world_size=Layout.parse(layout).world_size, timeout_seconds=120, args=(layout, kind, action, settings)
-    )
+def ranks_of(layout: str, kind: str, action: str, make: type[Net] = Net, **settings: Any) -> list[Any]:
+    world_size = Layout.parse(layout).world_size
+    return fork_ranks(fit, world_size=world_size, timeout_seconds=120, args=(layout, kind, action, settings, make))
 
 
 @pytest.mark.parametrize(
@@ -127,6 +140,19 @@ def test_an_error_on_all_ranks_says_where_it_began(layout: str, kind: str, where
         assert "nonfinite='skip'" in error
         # The step was not taken.
         assert finished == [1, 2] and all(torch.isfinite(weight).all() for weight in weights.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        ("batch", "on rank 1: the batch itself"),
+        ("backward", "on rank 0, 1: the gradient of net.1.linear.bias is the first"),
+    ],
+)
+def test_manual_optimization_has_the_same_error_without_a_second_step(kind: str, where: str) -> None:
+    for error, _, weights, _, _, _ in ranks_of("dp2", kind, "error", ManualNet):
+        assert error is not None and error.startswith("step 2: the ") and where in error
+        assert all(torch.isfinite(weight).all() for weight in weights.values())
 
 
 @pytest.mark.parametrize(("layout", "settings"), [("zero3x2", {"gradient_clip_val": 0.5}), ("dp2", {}), ("pp2", {})])

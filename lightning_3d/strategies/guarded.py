@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from types import MethodType
 from typing import Any
@@ -67,10 +67,16 @@ class GuardedStrategy(FeedingStrategy):
 
     # ------------------------------------------------------------------ steps
 
-    def _saw_step(self, output: Any, args: tuple[Any, ...]) -> None:
-        self._last_args = args
+    def _begin_step(self, step: str, args: Sequence[Any]) -> None:
+        super()._begin_step(step, args)
+        if step == "training_step":
+            self._last_args = tuple(args)
+            if self._steps is not None:
+                self._steps.began(self._last_args)
+
+    def _saw_step(self, output: Any) -> None:
         if self._steps is not None:
-            self._steps.saw(output, args)
+            self._steps.saw(output)
 
     def _replayed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure of an optimizer step, which now and then computes the step twice."""

@@ -233,7 +233,7 @@ class ThreeDStrategy(GuardedStrategy):
         self._begin_step("training_step", args)
         self._before_step()
         output = self._compute_step(*args, **kwargs)
-        self._saw_step(output, args)
+        self._saw_step(output)
         return output
 
     def _compute_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -52,15 +52,18 @@ class FiniteSteps:
         self._args: tuple[Any, ...] = ()
         self._pending: tuple[torch.Tensor, Any, int] | None = None
 
-    def saw(self, output: Any, args: tuple[Any, ...]) -> None:
-        """What `training_step` returned, and its arguments; local."""
+    def began(self, args: tuple[Any, ...]) -> None:
+        """The arguments of a `training_step`; local."""
+        # Of an accumulation window, the batch that began it.
+        if self._device.type != "cpu" or not self._loss:
+            self._args = args
+
+    def saw(self, output: Any) -> None:
+        """What `training_step` returned; local."""
         if self._action == "ignore":
             return
         loss = output.get("loss") if isinstance(output, dict) else output
         bad = ~torch.isfinite(loss.detach()).all() if isinstance(loss, torch.Tensor) else torch.tensor(False)
-        # Of an accumulation window, the batch that began it.
-        if self._device.type != "cpu" or not self._loss:
-            self._args = args
         self._loss = self._loss | bad.to(self._device)
 
     def before_update(self, optimizer: Any) -> None:
@@ -107,8 +110,8 @@ class FiniteSteps:
                 parameter.grad = None
             rank_zero_warn(f"step {step} is skipped on all ranks: {told}.")
             return
-        # All ranks, for the layers of one may need the others.
-        outputs = self._in_outputs()
+        # All ranks, for the layers of one may need the others. Not a step that steps its optimizers itself.
+        outputs = self._in_outputs() if self._module.automatic_optimization else None
         where = self._in_batch() or self._in_weights() or outputs or self._in_gradients()
         raise NumbersError(f"step {step}: {self._told(where)}. {_ADVICE}")
 
