@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,29 @@ def test_frozen_weights_cost_no_gradient_and_no_moment(tmp_path: Path, layout: s
             assert torch.equal(value, rank["before"][name]) == ("base" in name), name
     saved = {name for name in store.saved_tensors(tmp_path / "saved.ckpt") if name.startswith("model.")}
     assert saved == {f"model.{name}" for name in Adapters().state_dict()}
+
+
+class Counting(TinyGPT):
+    """Counts its optimizer's hooks, as an average of weights in one would."""
+
+    def configure_optimizers(self) -> Any:
+        (optimizer,), schedulers = super().configure_optimizers()
+        self.hooks: list[str] = []
+        optimizer.register_step_pre_hook(lambda *_: self.hooks.append("before"))
+        optimizer.register_step_post_hook(lambda *_: self.hooks.append("after"))
+        return [optimizer], schedulers
+
+
+def counted(layout: str) -> list[str]:
+    module = Counting()
+    with warnings.catch_warnings():
+        # A scheduler that takes itself to come before the optimizer would say so.
+        warnings.filterwarnings("error", message=".*lr_scheduler.step.*")
+        trainer_for(layout, max_steps=2).fit(module, ordered(Rows(), replicas=Layout.parse(layout).data))
+    return module.hooks
+
+
+@pytest.mark.parametrize("layout", ["tp2", "zero3x2"])
+def test_hooks_of_an_optimizer_are_called_once_a_step(layout: str) -> None:
+    for hooks in run(layout, counted):
+        assert hooks == ["before", "after"] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,13 +20,18 @@ def step_by_kind(optimizer: Optimizer) -> None:
 
     The fast paths of torch's optimizers (foreach, fused) take lists of tensors, which must all be whole, or all be
     sharded over one mesh. Groups, options and states stay as the user made them. Only torch's own optimizers are
-    changed, which keep nothing in their groups that a second call would count twice.
+    changed, which keep nothing in their groups that a second call would count twice. Hooks of the optimizer are called
+    once for a step.
     """
     if not type(optimizer).__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.LBFGS):
         return
-    step = optimizer.step
+    hooked: Any = type(optimizer).step
+    step = hooked.__wrapped__ if getattr(hooked, "hooked", False) else hooked
 
-    def step_each(closure: Callable[[], Any] | None = None) -> Any:
+    @Optimizer.profile_hook_step
+    def step_each(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
+        # A scheduler's own wrapper, which this one has replaced, notes that for it.
+        optimizer._opt_called = True
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -38,7 +44,7 @@ def step_by_kind(optimizer: Optimizer) -> None:
             for kind in kinds:
                 for group, parameters in zip(groups, everything, strict=True):
                     group["params"] = [p for p in parameters if _kind(p) == kind]
-                step()
+                step(optimizer)
         finally:
             for group, parameters in zip(groups, everything, strict=True):
                 group["params"] = parameters
@@ -46,7 +52,7 @@ def step_by_kind(optimizer: Optimizer) -> None:
 
     # Schedulers look for this mark to warn of a step that they do not count.
     step_each._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = step_each  # type: ignore[method-assign]
+    optimizer.step = MethodType(step_each, optimizer)  # type: ignore[method-assign]
 
 
 @contextmanager
