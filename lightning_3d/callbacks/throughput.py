@@ -9,14 +9,17 @@ from typing import Any
 import lightning as L
 from torch import Tensor
 
+from lightning_3d.whereabouts import HERE
+
 _TOKEN_FIELDS = ("tokens", "input_ids")
 
 
 class Throughput(L.Callback):
     """Logs `tokens_per_second` where batches hold token ids, else `samples_per_second`, over all data-parallel ranks.
 
-    It is logged every `log_every_n_steps` optimizer steps of the Trainer, as the mean since the last time. Validation
-    and writing checkpoints do not count.
+    It is logged every `log_every_n_steps` optimizer steps of the Trainer, as the mean since the last time. A batch's
+    time is from asking for it to the end of its step (under other strategies than ours, from having it). Validation and
+    writing checkpoints do not count.
     """
 
     def __init__(self) -> None:
@@ -28,7 +31,7 @@ class Throughput(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._start = time.perf_counter()
+        self._start = time.monotonic() if HERE.loading_since is None else HERE.loading_since
         # Counted before the step, which may take things out of its batch.
         self._name, amount = count_batch(batch)
         self._amount += amount
@@ -36,7 +39,7 @@ class Throughput(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._seconds += time.perf_counter() - self._start
+        self._seconds += time.monotonic() - self._start
         # The Trainer's own question, so that a value is there exactly when loggers are handed one.
         if not trainer._logger_connector.should_update_logs or trainer.fit_loop._should_accumulate():
             return

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import lightning as L
@@ -20,6 +23,9 @@ from lightning_3d.strategies.batches.sampling import shard_dataloader
 from lightning_3d.strategies.batches.snapshots import remembering
 from lightning_3d.strategies.checkpointing import CheckpointingStrategy
 
+# More than a run has epochs, whose numbers are added too.
+_SEED_STEP = 1_000_003
+
 
 class FeedingStrategy(CheckpointingStrategy):
     """A strategy that shares data out over the data-parallel ranks; arguments as in `CheckpointingStrategy`."""
@@ -29,6 +35,11 @@ class FeedingStrategy(CheckpointingStrategy):
     _places: list[dict[str, Any]] | None = None
     _longest = -1.0
     _in_step: InStep | None = None
+    # Of each loader since loaders were last set up, whether it is shared out; and whether a step has come since.
+    _shared_out: Mapping[RunningStage, list[bool]] = MappingProxyType({})
+    _stepped = True
+    # Equal on every rank.
+    _seed = 0
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -49,15 +60,20 @@ class FeedingStrategy(CheckpointingStrategy):
         trainer = self.lightning_module.trainer
         assert trainer.state.stage is not None
         training = trainer.state.stage == RunningStage.TRAINING
+        if self._stepped:
+            self._shared_out, self._stepped = defaultdict(list), False
+        before = self._shared_out[trainer.state.stage]
         loader: Any = dataloader
         if self._shards_data:
             loader = shard_dataloader(
                 loader,
                 **self.distributed_sampler_kwargs,
-                seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
+                # Loaders that are read side by side have orders of their own.
+                seed=int(os.environ.get("PL_GLOBAL_SEED", self._seed)) + _SEED_STEP * len(before),
                 progress=lambda: _progress(trainer),
             )
         ours = loader is not dataloader
+        before.append(ours)
         if training and not ours and isinstance(loader, _Stateful) and sized_len(loader) is None:
             loader = remembering(loader, progress=lambda: _progress(trainer))
         if training:
@@ -120,10 +136,17 @@ class FeedingStrategy(CheckpointingStrategy):
         self._places, self._longest = None, -1.0
         super().on_train_start()
 
+    def _begin_step(self, step: str, args: Sequence[Any]) -> None:
+        super()._begin_step(step, args)
+        self._stepped = True
+
     def on_predict_end(self) -> None:
         assert self.lightning_module is not None
-        if self._shards_data:
-            gather_predictions(self.lightning_module.trainer, group=data_parallel_group(self.mesh))
+        gather_predictions(
+            self.lightning_module.trainer,
+            shared_out=self._shared_out[RunningStage.PREDICTING],
+            group=data_parallel_group(self.mesh),
+        )
 
     # ------------------------------------------------------------------ checkpoints
 

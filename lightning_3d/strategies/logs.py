@@ -15,6 +15,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import move_data_to_device
 from torchmetrics import Metric
 
 from lightning_3d.errors import ModelError
@@ -149,9 +150,10 @@ def share_metrics(
         def compute(*args: Any, original: Any = part.compute, **kwargs: Any) -> Any:
             if running():
                 return original(*args, **kwargs)
-            box = [original(*args, **kwargs) if is_last else None]
+            # A pickled tensor of a GPU would come back on the sender's.
+            box = [move_data_to_device(original(*args, **kwargs), torch.device("cpu")) if is_last else None]
             dist.broadcast_object_list(box, group=pipeline_group, group_src=source)
-            return box[0]
+            return move_data_to_device(box[0], module.device)
 
         part.compute = compute  # type: ignore[method-assign]
 

@@ -194,6 +194,7 @@ class MeshStrategy(ParallelStrategy):
         # The base class would move the model to the CPU, away from what shards it.
         assert self.cluster_environment is not None and self.accelerator is not None
         HERE.enter("teardown")
+        HERE.loading_since = None
         if self._run is not None:
             self._run.unwound()
         self.cluster_environment.teardown()

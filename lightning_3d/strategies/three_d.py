@@ -110,7 +110,6 @@ class ThreeDStrategy(GuardedStrategy):
         self._recording = Recording()
         self._pipelined: PipelinedStep | None = None
         self._accumulating = False
-        self._seed = 0
 
     # ------------------------------------------------------------------ starting
 
@@ -148,7 +147,7 @@ class ThreeDStrategy(GuardedStrategy):
             for optimizer in self.optimizers:
                 step_by_kind(optimizer)
             if self.lightning_module.automatic_optimization:
-                agree_on_plateaus(self.lr_scheduler_configs, reduce=self.reduce)
+                agree_on_plateaus(self.lr_scheduler_configs, reduce=self.reduce, device=self.root_device)
         self.setup_precision_plugin()
         if fitting:
             self._watch_steps(trainer)

@@ -36,10 +36,13 @@ def shard_dataloader(
         stream.__dict__["_iterator"] = None
         stream.__class__ = unpacking(type(dataloader))
         return stream
-    if isinstance(dataloader.sampler, DistributedSampler):
-        _check_distributed(dataloader.sampler, num_replicas=num_replicas, rank=rank)
-        return dataloader
     original: Any = dataloader.sampler if dataloader.batch_sampler is None else dataloader.batch_sampler
+    tracked = isinstance(original, _IndexBatchSamplerWrapper)
+    inner = original._batch_sampler if tracked else original
+    for sampler in (inner, getattr(inner, "sampler", None)):
+        if isinstance(sampler, DistributedSampler):
+            _check_distributed(sampler, num_replicas=num_replicas, rank=rank)
+            return dataloader
     if not hasattr(original, "__len__"):
         if num_replicas == 1:
             return dataloader
@@ -47,8 +50,6 @@ def shard_dataloader(
             f"{type(original).__name__} has no length, so its batches cannot be shared out over ranks. Give it a "
             "__len__, or shard the data yourself and set Trainer(use_distributed_sampler=False)."
         )
-    tracked = isinstance(original, _IndexBatchSamplerWrapper)
-    inner = original._batch_sampler if tracked else original
     settings: dict[str, Any] = {
         "num_replicas": num_replicas,
         "rank": rank,
@@ -60,19 +61,19 @@ def shard_dataloader(
     sharded: Any = copy.copy(dataloader)
     attributes = sharded.__dict__
     attributes["_iterator"] = None
-    sampler: ShardedBatchSampler
+    share: ShardedBatchSampler
     if dataloader.batch_sampler is not None:
-        sampler = ShardedBatchSampler(inner, **settings)
-        attributes["batch_sampler"] = _IndexBatchSamplerWrapper(sampler) if tracked else sampler
+        share = ShardedBatchSampler(inner, **settings)
+        attributes["batch_sampler"] = _IndexBatchSamplerWrapper(share) if tracked else share
     elif isinstance(inner, BatchSampler):
-        sampler = attributes["sampler"] = ShardedBatchSampler(inner, **settings)
+        share = attributes["sampler"] = ShardedBatchSampler(inner, **settings)
     else:
         _check_whole_batches(len(inner), num_replicas=num_replicas)
-        sampler = attributes["sampler"] = ShardedSampler(inner, **settings)
+        share = attributes["sampler"] = ShardedSampler(inner, **settings)
     if dataloader.generator is None:
-        attributes["generator"] = sampler.worker_seeds
-    attributes["state_dict"] = sampler.state_dict
-    attributes["load_state_dict"] = sampler.load_state_dict
+        attributes["generator"] = share.worker_seeds
+    attributes["state_dict"] = share.state_dict
+    attributes["load_state_dict"] = share.load_state_dict
     return sharded
 
 

@@ -14,17 +14,24 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_3d.parallel.local import WholeScalars
 
 
-def agree_on_plateaus(configs: Iterable[LRSchedulerConfig], *, reduce: Callable[..., Any]) -> None:
+def agree_on_plateaus(
+    configs: Iterable[LRSchedulerConfig], *, reduce: Callable[..., Any], device: torch.device
+) -> None:
     """Schedulers that watch a metric see its mean over all ranks, or learning rates would drift apart.
 
     All of the job: also ranks that hold parts of one model may have logged what differs.
+
+    Args:
+        device: on which ranks talk; a metric may be elsewhere.
     """
     for config in configs:
         if config.reduce_on_plateau:
             kind = type(config.scheduler)
 
             def step(self: Any, metrics: Any, *args: Any, kind: Any = kind, **kwargs: Any) -> None:
-                kind.step(self, reduce(torch.as_tensor(metrics), group=dist.group.WORLD), *args, **kwargs)
+                # A copy, for the callback's own would be reduced in place.
+                own = torch.as_tensor(metrics).detach().to(device, copy=True)
+                kind.step(self, reduce(own, group=dist.group.WORLD), *args, **kwargs)
 
             # Not an attribute of the object: those are saved.
             config.scheduler.__class__ = type(kind.__name__, (kind,), {"step": step})
