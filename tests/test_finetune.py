@@ -151,7 +151,7 @@ def assert_equal(ranks: list[dict[str, Any]], expected: dict[str, Any]) -> None:
         *(pytest.param(layout, LORA, marks=pytest.mark.slow) for layout in ("zero2x2", "pp2")),
         pytest.param("zero3x2-tp2", LORA_EVERYWHERE, marks=pytest.mark.slow),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=lambda value: value if isinstance(value, str) else f"{len(value.get('target_modules', 'qv'))}-targets",
 )
 def test_only_adapters_are_trained_and_peft_loads_them(
     base: Path, tmp_path: Path, layout: str, lora: dict[str, Any]
@@ -321,6 +321,7 @@ def test_adapters_are_resumed_in_another_layout(base: Path, tmp_path: Path, befo
         (["embed_tokens"], "tp2", "embed_tokens has LoRA adapters of an embedding.* lora.target_modules"),
         (["q_proj"], "tp3", r"does not divide the 4 heads of the model's .*q_proj\. .* one of 1, 2, 4"),
     ],
+    ids=["embedding", "heads"],
 )
 def test_adapters_that_cannot_be_split_are_refused_before_the_start(
     base: Path, targets: list[str], layout: str, told: str

@@ -1,4 +1,4 @@
-"""PEFT's LoRA adapters on a Hugging Face model: only they are trained, under ZeRO and in pipelines."""
+"""PEFT's LoRA adapters on a Hugging Face model: only they are trained, in any layout."""
 
 from __future__ import annotations
 
