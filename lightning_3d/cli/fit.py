@@ -12,6 +12,7 @@ from lightning_3d.cli.config import value_at
 from lightning_3d.data.batch import per_rank_batch_size
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.layout import Layout
+from lightning_3d.parallel.adapters import plain_layer
 from lightning_3d.parallel.pipeline import STAGES_PER_RANK
 from lightning_3d.parallel.tensor_plan import resolve_plan
 from lightning_3d.parallel.trunk import find_trunk
@@ -149,6 +150,7 @@ def _check_splits(model: nn.Module, ranks: int) -> None:
 
 def _split_size(part: nn.Module, style: str) -> int | None:
     """Of the dimension that a style splits evenly, for one of the matrices that the module packs; None without one."""
+    part = plain_layer(part)
     weight = getattr(part, "weight", None)
     if style not in ("colwise", "rowwise", "packed_qkv") or weight is None or weight.ndim != 2:
         return None

@@ -1,4 +1,4 @@
-"""PEFT's LoRA adapters on a Hugging Face model: only they are trained, under ZeRO and in pipelines."""
+"""PEFT's LoRA adapters on a Hugging Face model: only they are trained, in any layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_3d.errors import ConfigError, ModelError
+from lightning_3d.errors import ConfigError
 
 # Settings whose adapters are weights of layers of their own, which every layout can hold and `write_adapter` can name.
 SETTINGS = ("r", "lora_alpha", "lora_dropout", "target_modules", "layers_to_transform", "use_rslora")
@@ -42,19 +42,10 @@ def add_adapters(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
     """
     from peft import LoraConfig, PeftModelForCausalLM
 
-    class AdaptedModel(PeftModelForCausalLM):
-        """PEFT's model, which says that tensor parallelism has no plan for its adapters."""
-
-        def tensor_parallel_plan(self) -> dict[str, str]:
-            raise ModelError(
-                "how LoRA's adapters are split over tensor-parallel ranks is not known. Set tensor_parallel_size=1 and "
-                "use ZeRO or a pipeline, e.g. layout=zero3x2-pp2, or train all weights without lora."
-            )
-
     try:
         config = LoraConfig(task_type="CAUSAL_LM", **settings)
         # Adapters of another dtype than the layer's could not be sharded together with it.
-        return AdaptedModel(model, config, autocast_adapter_dtype=False)
+        return PeftModelForCausalLM(model, config, autocast_adapter_dtype=False)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"PEFT refuses lora={dict(settings)}: {error}") from error
 

@@ -7,7 +7,8 @@ collective: `copy_in` (identity forward, all-reduce backward) and `reduce_out` (
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -24,6 +25,9 @@ from lightning_3d.parallel.local import refuse_second_derivative, use_local
 from lightning_3d.parallel.split_logits import SplitLogits, check_inside
 
 Owners = dict[int, list[tuple[nn.Module, str]]]
+
+# Of the CPU's generator, and of the GPU's where activations lie on one.
+RandomState = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Region:
@@ -42,14 +46,18 @@ class Region:
         self.loss_parallel = loss_parallel
         # Modules and names of every parameter, by its id: those that are tied stay one object when one is split.
         self.owners: Owners = {}
-        self._outside: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._outside: RandomState | None = None
         self._copied: tuple[weakref.ref[torch.Tensor], int, torch.Tensor] | None = None
 
     def copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Into a split region; modules that read one tensor in a row share one all-reduce of its gradient."""
+        """Into a split region; modules that read one tensor in a row share one all-reduce of its gradient.
+
+        A tensor that was the last to be copied in comes back as it is.
+        """
         if self._copied is not None:
             source, version, copied = self._copied
-            if source() is tensor and version == tensor._version and copied.requires_grad == _records(tensor):
+            known = (source() is tensor or copied is tensor) and version == tensor._version
+            if known and copied.requires_grad == _records(tensor):
                 return copied
         copied = self._into(tensor)
         # Kept here and not on the tensor: a view that its base holds would never be freed.
@@ -80,7 +88,7 @@ class Region:
         if training and self._outside is None:
             # Drawn alike on all ranks, so that their streams outside stay equal.
             seed = int(torch.randint(2**62, ()))
-            self._outside = torch.get_rng_state(), torch.cuda.get_rng_state(hidden.device) if hidden.is_cuda else None
+            self._outside = _random_state(hidden)
             torch.default_generator.manual_seed(seed + self.rank)
             if hidden.is_cuda:
                 torch.cuda.manual_seed(seed + self.rank)
@@ -93,11 +101,22 @@ class Region:
         """Activations are about to be equal on all ranks again."""
         self.forget()
         if self._outside is not None:
-            on_cpu, on_cuda = self._outside
-            torch.set_rng_state(on_cpu)
-            if on_cuda is not None:
-                torch.cuda.set_rng_state(on_cuda, hidden.device)
+            _set_random_state(self._outside, hidden)
             self._outside = None
+
+    @contextmanager
+    def common_stream(self, hidden: torch.Tensor) -> Iterator[None]:
+        """Inside of a split region too, draw what all ranks draw: dropout of an activation that is whole."""
+        if self._outside is None:
+            yield
+            return
+        own = _random_state(hidden)
+        _set_random_state(self._outside, hidden)
+        try:
+            yield
+        finally:
+            self._outside = _random_state(hidden)
+            _set_random_state(own, hidden)
 
 
 class _CopyIn(torch.autograd.Function):
@@ -180,7 +199,7 @@ def apply_colwise(name: str, module: nn.Module, region: Region, *, gather: bool 
             return SplitLogits.wrap(output, group=region.group, sizes=sizes, gather=_GatherOut.apply)
         return _GatherOut.apply(output, region.group, sizes)
 
-    _set_forward(linear, forward)
+    set_forward(linear, forward)
 
 
 def apply_rowwise(name: str, module: nn.Module, region: Region) -> None:
@@ -201,7 +220,7 @@ def apply_rowwise(name: str, module: nn.Module, region: Region) -> None:
         # Under autocast the product is in half precision, and so is a Linear's sum with its bias.
         return output if self.bias is None else output + region.whole(self.bias).to(output.dtype)
 
-    _set_forward(module, forward)
+    set_forward(module, forward)
 
 
 def apply_vocabulary(name: str, module: nn.Module, region: Region) -> None:
@@ -229,7 +248,7 @@ def apply_vocabulary(name: str, module: nn.Module, region: Region) -> None:
         rows = torch.where(keep[..., None], rows, rows.detach()) if padding is not None else rows
         return region.out_of(rows.masked_fill(~inside[..., None], 0.0))
 
-    _set_forward(module, forward)
+    set_forward(module, forward)
 
 
 def apply_slice(name: str, module: nn.Module, region: Region, *, parts: list[int], unit: int = 1) -> None:
@@ -254,7 +273,7 @@ def apply_slice(name: str, module: nn.Module, region: Region, *, parts: list[int
         region.enter(hidden, training=self.training)
         return output
 
-    _set_forward(module, forward)
+    set_forward(module, forward)
 
 
 def apply_replicate(name: str, module: nn.Module, region: Region) -> None:
@@ -262,22 +281,15 @@ def apply_replicate(name: str, module: nn.Module, region: Region) -> None:
     original = type(module).forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        whole = {key: copy_in(value, region.group) for key, value in self.named_parameters(recurse=False)}
-        return torch.func.functional_call(_Plain(self, original), whole, args, kwargs)
+        # A double with copies for parameters: torch.func.functional_call takes six times as long as a small Linear.
+        double = object.__new__(type(self))
+        whole = {
+            key: value if value is None else copy_in(value, region.group) for key, value in self._parameters.items()
+        }
+        double.__dict__.update(vars(self), _parameters=whole)
+        return original(double, *args, **kwargs)
 
-    _set_forward(module, forward)
-
-
-class _Plain(nn.Module):
-    """The module's own forward under names of its own, for a functional call."""
-
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        super().__init__()
-        self._parameters = module._parameters
-        self._buffers = module._buffers
-        self._modules = module._modules
-        self.__dict__.update({k: v for k, v in vars(module).items() if k not in self.__dict__ and k != "forward"})
-        self.__dict__["forward"] = MethodType(forward, self)
+    set_forward(module, forward)
 
 
 # ---------------------------------------------------------------- parts
@@ -313,11 +325,23 @@ def find_owners(module: nn.Module) -> Owners:
     return owners
 
 
+def _random_state(hidden: torch.Tensor) -> RandomState:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(hidden.device) if hidden.is_cuda else None
+
+
+def _set_random_state(state: RandomState, hidden: torch.Tensor) -> None:
+    on_cpu, on_cuda = state
+    torch.set_rng_state(on_cpu)
+    if on_cuda is not None:
+        torch.cuda.set_rng_state(on_cuda, hidden.device)
+
+
 def _records(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
-def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+def set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Let a module compute by another function of itself and its arguments."""
     # On the instance: its class, name and parameters stay what they are.
     module.__dict__["forward"] = MethodType(forward, module)
 

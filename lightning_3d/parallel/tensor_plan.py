@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from lightning_3d.errors import ModelError
-from lightning_3d.parallel import tensor
+from lightning_3d.parallel import adapters, tensor
 from lightning_3d.parallel.placeholder import Absent
 from lightning_3d.parallel.sequence import SequenceRegion, apply_sequence_parallel
 from lightning_3d.parallel.tensor import Region
@@ -63,7 +63,7 @@ def apply_tensor_parallel(
     readers: dict[nn.Module, None] = {}
     for name, style in plan.items():
         if name in parts and not isinstance(parts[name], Absent):
-            planned.append(parts[name])
+            planned.extend(_layers(parts[name], style))
             if parts[name] in inside and style not in ("rowwise", *_WHOLE):
                 readers[parts[name.rpartition(".")[0]]] = None
             _apply(name, parts, style, sequence if parts[name] in inside else region)
@@ -75,9 +75,10 @@ def apply_tensor_parallel(
 
 def _check_tied(parts: Mapping[str, nn.Module], plan: Mapping[str, str]) -> None:
     """On the whole model: a pipeline rank would see its own side of a tie alone."""
-    split = {id(p) for name in plan for p in parts[name]._parameters.values() if plan[name] in _SPLIT}
+    planned = {layer: style for name, style in plan.items() for layer in _layers(parts[name], style)}
+    split = {id(p) for layer, style in planned.items() for p in layer._parameters.values() if style in _SPLIT}
     for name, part in parts.items():
-        if name not in plan and any(
+        if part not in planned and any(
             id(parameter) in split for parameter in part._parameters.values() if parameter is not None
         ):
             raise ModelError(
@@ -101,8 +102,17 @@ def resolve_plan(module: nn.Module) -> dict[str, str]:
                 f"the tensor-parallel plan's entry {pattern!r} matches no module. Plan entries look like:{_EXAMPLE}"
             )
         resolved.update(dict.fromkeys(found, style))
-    _check_tied(dict(module.named_modules()), resolved)
+    parts = dict(module.named_modules())
+    for name, style in resolved.items():
+        if adapters.has_adapters(parts[name]):
+            adapters.check_adapted(name, parts[name], style)
+    _check_tied(parts, resolved)
     return resolved
+
+
+def _layers(part: nn.Module, style: str) -> list[nn.Module]:
+    """The layers that an entry of the plan deals with: with adapters on a layer, these too."""
+    return adapters.split_parts(part, style) if adapters.has_adapters(part) else [part]
 
 
 def without_cut_pairs(plan: Mapping[str, str], *, stages: Mapping[str, int]) -> dict[str, str]:
@@ -154,7 +164,8 @@ def _below(prefix: str, plan: Mapping[str, str]) -> dict[str, str]:
 def _hugging_face_plan(part: nn.Module) -> dict[str, str] | None:
     """The plan that transformers has for a model, completed by its embedding."""
     config = getattr(part, "config", None)
-    base_name = getattr(part, "base_model_prefix", None)
+    # Of its class: PEFT's wrappers pass on the attributes of the model in them, but names in it are others from there.
+    base_name = getattr(type(part), "base_model_prefix", None)
     if config is None or base_name is None:
         return None
     if getattr(config, "model_type", None) == "gpt2":
@@ -215,23 +226,37 @@ def _has_embedding(module: nn.Module) -> bool:
 
 def _apply(name: str, parts: dict[str, nn.Module], style: str, region: Region) -> None:
     part = parts[name]
-    parent = parts[name.rpartition(".")[0]]
+    split = _find_split(name, adapters.plain_layer(part), style, holder=parts[name.rpartition(".")[0]], region=region)
+    if not adapters.has_adapters(part):
+        split(name, part, region)
+    elif style == "rowwise":
+        adapters.apply_rowwise(name, part, region)
+    else:
+        adapters.apply_colwise(name, part, region, split=split)
+
+
+def _find_split(
+    name: str, layer: nn.Module, style: str, *, holder: nn.Module, region: Region
+) -> Callable[[str, nn.Module, Region], None]:
+    """What splits a layer as a style says.
+
+    Args:
+        holder: the module that has the layer, which may tell the size of a head.
+    """
     if style == "packed_qkv":
-        size = part.weight.shape[1] // 3  # type: ignore[index]
-        tensor.apply_slice(name, part, region, parts=[int(size)] * 3, unit=int(parent.head_dim))  # type: ignore[arg-type]
-        return
+        size = int(layer.weight.shape[1]) // 3  # type: ignore[index]
+        return partial(tensor.apply_slice, parts=[size] * 3, unit=int(holder.head_dim))  # type: ignore[arg-type]
     if style not in _STYLES:
         raise ModelError(
             f"{name}: the tensor-parallel style {style!r} is unknown. Known: {', '.join(sorted(_STYLES))}."
         )
-    unit = getattr(parent, "head_dim", None) or getattr(parent, "head_size", None)
-    if style == "colwise" and isinstance(part, nn.Linear) and isinstance(unit, int) and part.out_features % unit == 0:
-        heads = part.out_features // unit
+    unit = getattr(holder, "head_dim", None) or getattr(holder, "head_size", None)
+    if style == "colwise" and isinstance(layer, nn.Linear) and isinstance(unit, int) and layer.out_features % unit == 0:
+        heads = layer.out_features // unit
         if heads % region.size:
             # Fewer key and value heads than ranks: neighbours share one.
-            tensor.apply_slice(name, part, region, parts=[part.out_features], unit=unit)
-            return
-    _STYLES[style](name, part, region)
+            return partial(tensor.apply_slice, parts=[layer.out_features], unit=unit)
+    return _STYLES[style]
 
 
 def _finish_attention(module: nn.Module, region: Region) -> None:
@@ -239,7 +264,7 @@ def _finish_attention(module: nn.Module, region: Region) -> None:
     for part in module.modules():
         if type(part).__name__ == "GPT2Attention":
             part.split_size = int(part.split_size) // region.size  # type: ignore[arg-type,assignment]
-        query, key = getattr(part, "q_proj", None), getattr(part, "k_proj", None)
+        query, key = (adapters.plain_layer(getattr(part, name, None)) for name in ("q_proj", "k_proj"))
         if isinstance(query, nn.Linear) and isinstance(key, nn.Linear) and hasattr(part, "num_key_value_groups"):
             unit = int(part.head_dim)  # type: ignore[arg-type]
             queries = query.out_features // unit // region.size
