@@ -1,11 +1,12 @@
 """What the settings of a run mean: names, layouts, recipes, and mistakes in them told in one line."""
 
 import math
+import os
 
 import pytest
 import yaml
 
-from lightning_3d.cli import main
+from lightning_3d.cli import main, run_folder
 from lightning_3d.cli.check import check_layout
 from lightning_3d.cli.config import groups, recipes
 from lightning_3d.cli.job import prepare
@@ -130,3 +131,91 @@ def test_unknown_command_is_refused(capsys):
 def test_layout_that_cannot_be_is_an_error_of_the_layout():
     with pytest.raises(LayoutError):
         prepare(["layout=dp2-dp2"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["layout=dp2", "strategy=zero3"], "layout=dp2 and strategy=zero3 each say how"),
+        (["strategy.process_group_backend=nccl", "trainer.accelerator=cpu"], "strategy.process_group_backend='nccl'"),
+        (
+            ["strategy.replay_every_n_steps=5", "trainer.accumulate_grad_batches=2"],
+            "strategy: replay_every_n_steps computes a whole step twice",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(arguments, message, capsys):
+    assert main(["train", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def made_earlier(folder, *overrides):
+    """A run of the default recipe that was started with these overrides, and is still at its beginning."""
+    _, kept, config, folder = prepare([*overrides, f"run_dir={folder}"])
+    run_folder.write_config(folder, config, recipe="stdlib_gpt", overrides=kept)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "earlier", [["strategy.zero_stage=1"], ["strategy=zero2", "trainer.devices=2"], ["layout=tp2"], []], ids=str
+)
+def test_resumed_run_takes_a_new_layout_whatever_laid_it_out_before(in_empty_folder, earlier):
+    folder = made_earlier("run", "trainer.max_steps=7", *earlier)
+    _, _, config, found = prepare(["run_dir=run", "resume=auto", "layout=zero3x4"])
+    assert found == folder
+    assert config["trainer"]["devices"] == 4 and config["trainer"]["max_steps"] == 7
+    assert config["strategy"]["zero_stage"] == 3 and config["strategy"]["tensor_parallel_size"] == 1
+
+
+def test_resume_takes_no_run_whose_name_only_begins_alike(in_empty_folder):
+    names = ("gpt-20250101-000000", "gpt-20260101-000000-0a1b", "gpt-large-20270101-000000-ffff")
+    for age, name in enumerate(names):
+        folder = made_earlier(f"runs/{name}", f"name={name.partition('-20')[0]}")
+        os.utime(folder / "config.yaml", (2e9 + age, 2e9 + age))
+    assert prepare(["name=gpt", "resume=auto"])[3].name == names[1]
+
+
+def test_two_runs_that_start_in_one_second_have_a_folder_each():
+    assert prepare([])[3] != prepare([])[3]
+
+
+def as_rank(monkeypatch, rank):
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_print_config_starts_nothing_under_torchrun_either(monkeypatch, in_empty_folder, capsys):
+    as_rank(monkeypatch, "1")
+    assert main(["train", "--print-config", "layout=tp2"]) == 0
+    assert capsys.readouterr().out == ""
+    as_rank(monkeypatch, "0")
+    assert main(["train", "--print-config", "layout=tp2"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["trainer"]["devices"] == 2
+    assert list(in_empty_folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [["--foo"], ["trainer.devices=4"], ["-m", "seed=1,2"]], ids=str)
+def test_mistake_under_torchrun_is_told_by_one_rank(monkeypatch, arguments, capsys):
+    as_rank(monkeypatch, "1")
+    assert main(["train", *arguments]) == 2
+    assert capsys.readouterr().err == ""
+    as_rank(monkeypatch, "0")
+    assert main(["train", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "The recipe has" not in error
+
+
+def test_ranks_that_cannot_talk_are_told_before_a_folder_is_made(monkeypatch, in_empty_folder, capsys):
+    as_rank(monkeypatch, "0")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    assert main(["train", "layout=tp2"]) == 2
+    assert "but not by torchrun" in capsys.readouterr().err
+    assert list(in_empty_folder.iterdir()) == []
+
+
+def test_command_that_srun_has_started_several_times_is_refused(monkeypatch, in_empty_folder, capsys):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert main(["train", "layout=tp2"]) == 2
+    assert "these would be 4 runs" in capsys.readouterr().err
+    assert list(in_empty_folder.iterdir()) == []

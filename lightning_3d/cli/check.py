@@ -20,6 +20,7 @@ from lightning_3d.cli.targets import described, matches, parameters
 from lightning_3d.data.text import TextDataModule
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.layout import Layout
+from lightning_3d.strategies.guards.replay import refuse_windows
 
 # Settings that are no arguments of their target, but for Hydra.
 _HYDRA_KEYS = {"_target_", "_convert_", "_recursive_", "_partial_", "_args_"}
@@ -171,18 +172,9 @@ def number_of_processes(trainer: Mapping[str, Any]) -> int:
     Raises:
         ConfigError: an accelerator that is unknown or not here, or more devices than there are.
     """
-    from lightning.fabric.utilities.device_parser import _select_auto_accelerator
     from lightning.pytorch.accelerators import AcceleratorRegistry
 
-    name = "auto" if trainer.get("accelerator") is None else trainer["accelerator"]
-    names = ["auto", "gpu", *AcceleratorRegistry.available_accelerators()]
-    if name not in names:
-        raise ConfigError(f"trainer.accelerator={name!r} is unknown. {closest(name, names)}")
-    if name in ("auto", "gpu"):
-        found = _select_auto_accelerator()
-        if name == "gpu" and found not in ("cuda", "mps"):
-            raise ConfigError("trainer.accelerator='gpu', but this machine has none. Set trainer.accelerator=cpu.")
-        name = found
+    name = _accelerator(trainer)
     accelerator = AcceleratorRegistry[name]["accelerator"]
     if not accelerator.is_available():
         raise ConfigError(f"trainer.accelerator={name!r} is not on this machine. Set trainer.accelerator=cpu.")
@@ -199,6 +191,22 @@ def number_of_processes(trainer: Mapping[str, Any]) -> int:
     return len(parsed) if isinstance(parsed, (list, tuple)) else int(parsed)
 
 
+def _accelerator(trainer: Mapping[str, Any]) -> str:
+    from lightning.fabric.utilities.device_parser import _select_auto_accelerator
+    from lightning.pytorch.accelerators import AcceleratorRegistry
+
+    name = "auto" if trainer.get("accelerator") is None else trainer["accelerator"]
+    names = ["auto", "gpu", *AcceleratorRegistry.available_accelerators()]
+    if name not in names:
+        raise ConfigError(f"trainer.accelerator={name!r} is unknown. {closest(name, names)}")
+    if name in ("auto", "gpu"):
+        found = _select_auto_accelerator()
+        if name == "gpu" and found not in ("cuda", "mps"):
+            raise ConfigError("trainer.accelerator='gpu', but this machine has none. Set trainer.accelerator=cpu.")
+        name = found
+    return str(name)
+
+
 def check_layout(config: Mapping[str, Any], *, world_size: int) -> Layout | None:
     """The layout that the strategy's settings make of so many processes; None for a strategy without one.
 
@@ -212,6 +220,14 @@ def check_layout(config: Mapping[str, Any], *, world_size: int) -> Layout | None
         return None
     layout = layout.resolve(world_size)
     check_batch(config, layout)
+    if config["strategy"].get("process_group_backend") == "nccl" and _accelerator(config["trainer"]) != "cuda":
+        raise ConfigError(
+            "strategy.process_group_backend='nccl' joins GPUs, but this run has none (trainer.accelerator). Set "
+            "strategy.process_group_backend=null, which takes what fits."
+        )
+    if config["strategy"].get("replay_every_n_steps"):
+        with _named("strategy"):
+            refuse_windows(accumulate_grad_batches=value_at(config, "trainer.accumulate_grad_batches") or 1)
     return layout
 
 

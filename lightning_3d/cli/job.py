@@ -10,7 +10,16 @@ from typing import Any
 
 from lightning_3d.cli import run_folder
 from lightning_3d.cli.check import check_config, check_layout, check_parts, check_top_level, number_of_processes
-from lightning_3d.cli.config import DEFAULT_RECIPE, check_once, compose_recipe, key_of, resolve, split_recipe, value_at
+from lightning_3d.cli.config import (
+    DEFAULT_RECIPE,
+    check_once,
+    compose_recipe,
+    groups,
+    key_of,
+    resolve,
+    split_recipe,
+    value_at,
+)
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
 from lightning_3d.strategies.processes.launch import start_ranks
@@ -19,6 +28,8 @@ from lightning_3d.strategies.processes.launch import start_ranks
 _FOLDERS = ("callbacks.checkpoint.dirpath", "logger.save_dir", "data.cache_dir", "trainer.default_root_dir")
 # What a layout's name says; micro-batches are no part of it.
 _LAYOUT_FIELDS = tuple(field for field in Layout.__dataclass_fields__ if field != "num_microbatches")
+# What an earlier run may have been asked for that a new layout takes the place of.
+_LAID_OUT_BY = {"strategy", "trainer.devices", *(f"strategy.{field}" for field in _LAYOUT_FIELDS)}
 
 
 @dataclass(frozen=True)
@@ -99,10 +110,12 @@ def prepare(arguments: Sequence[str], *, folder: Path | None = None) -> tuple[st
             )
         recipe = old_recipe or recipe
         given = {key_of(override) for override in overrides}
-        overrides = [old for old in old_overrides if key_of(old) not in given] + overrides
+        superseded = given | _LAID_OUT_BY if "layout" in given else given
+        overrides = [old for old in old_overrides if key_of(old) not in superseded] + overrides
         config = compose_recipe(recipe, overrides)
         check_top_level(config)
     if config["layout"] is not None:
+        _check_strategy(config["layout"], overrides)
         _apply_layout(config, given={key_of(override) for override in overrides})
     goes_on = found is not None
     folder = found or run_folder.new_run(config)
@@ -118,6 +131,15 @@ def prepare(arguments: Sequence[str], *, folder: Path | None = None) -> tuple[st
     # The next resume asks anew which checkpoint is the newest.
     kept = [override for override in overrides if key_of(override) not in ("resume", "run_dir")]
     return recipe, kept, config, folder
+
+
+def _check_strategy(layout: str, overrides: Sequence[str]) -> None:
+    chosen = next((override.split("=", 1)[1] for override in overrides if key_of(override) == "strategy"), "3d")
+    if chosen != "3d" and chosen in groups()["strategy"]:
+        raise ConfigError(
+            f"layout={layout} and strategy={chosen} each say how the model is laid out. Leave out one of them; "
+            "strategy=3d goes with every layout."
+        )
 
 
 def _apply_layout(config: dict[str, Any], *, given: set[str]) -> None:

@@ -35,13 +35,21 @@ def _key() -> str:
     return f"lightning_3d/config/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def _store() -> TCPStore:
-    # torchrun's own store, which outlives the ranks; a store of ours would be in the way of the process group's.
+def check() -> None:
+    """
+    Raises:
+        LaunchError: there is nobody through whom the ranks could talk.
+    """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise LaunchError(
             "this process was started as one rank of several, but not by torchrun. Start the command once, without "
             "RANK and WORLD_SIZE in the environment, or with torchrun."
         )
+
+
+def _store() -> TCPStore:
+    # torchrun's own store, which outlives the ranks; a store of ours would be in the way of the process group's.
+    check()
     return TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import secrets
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +20,9 @@ CONFIG = "config.yaml"
 OVERRIDES = "overrides.yaml"
 RESULT = "result.json"
 CHECKPOINTS = "checkpoints"
+
+# Between a run's name and the end of its folder's name.
+_STAMP = r"-\d{8}-\d{6}(-[0-9a-f]{4})?(-\d+)?"
 
 
 def find_run(config: Mapping[str, Any]) -> Path | None:
@@ -49,7 +54,10 @@ def find_run(config: Mapping[str, Any]) -> Path | None:
     if config["run_dir"] is not None:
         folder = Path(config["run_dir"])
         return folder if (folder / CONFIG).exists() else None
-    runs = [path.parent for path in Path(config["output_dir"]).glob(f"{config['name']}-*/{CONFIG}")]
+    # Of this name: another's may begin with it.
+    named = re.compile(re.escape(config["name"]) + _STAMP)
+    found = (path.parent for path in Path(config["output_dir"]).glob(f"*/{CONFIG}"))
+    runs = [run for run in found if named.fullmatch(run.name)]
     return max(runs, key=lambda run: (run / CONFIG).stat().st_mtime, default=None)
 
 
@@ -67,7 +75,12 @@ def new_run(config: Mapping[str, Any]) -> Path:
                 f"Set resume=auto to go on with it, or another run_dir to start anew."
             )
         return folder
-    return unused(Path(config["output_dir"]), f"{config['name']}-{datetime.now():%Y%m%d-%H%M%S}")
+    return unused(Path(config["output_dir"]), stem(config["name"]))
+
+
+def stem(name: str) -> str:
+    """A folder's name that no other command takes: it is made later, and two may start in the same second."""
+    return f"{name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
 def unused(parent: Path, stem: str) -> Path:

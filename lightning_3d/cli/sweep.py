@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -297,8 +296,7 @@ def _first_value(override: Override) -> str:
 
 
 def _new_folder(config: dict[str, Any]) -> Path:
-    stem = f"{config['name']}-sweep-{datetime.now():%Y%m%d-%H%M%S}"
-    return run_folder.unused(Path(config["output_dir"]), stem)
+    return run_folder.unused(Path(config["output_dir"]), run_folder.stem(f"{config['name']}-sweep"))
 
 
 def _has_wandb(config: dict[str, Any], varied: list[Override]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -25,19 +25,34 @@ def main(argv: Sequence[str]) -> int:
     printing, sweeping = "--print-config" in argv, any(argument in _SWEEP_OPTIONS for argument in argv)
     arguments = [argument for argument in argv if argument not in ("--print-config", *_SWEEP_OPTIONS)]
     options = [argument for argument in arguments if argument.startswith("-")]
-    if options:
-        raise ConfigError(f"there is no option {options[0]}. Settings are written key=value; see --help.")
-    if sweeping:
-        return _sweep(arguments, printing=printing)
+    external = _started_by_others()
     try:
-        if external := _started_by_others():
-            return _run_as_rank(arguments, external)
+        if options:
+            raise ConfigError(f"there is no option {options[0]}. Settings are written key=value; see --help.")
+        if sweeping:
+            _check_sweep(external, printing=printing)
+        if external is not None:
+            _check_sizes(arguments, external)
+    except ConfigError:
+        # Every rank meets the same mistake: rank 0 tells it.
+        if external is not None and external["rank"]:
+            return 2
+        raise
+    if sweeping:
+        from lightning_3d.cli import sweep
+
+        return sweep.run(arguments)
+    try:
+        if external is not None:
+            return _run_as_rank(arguments, external, printing=printing)
         return _train(arguments, printing=printing)
     except (ConfigError, LayoutError, DataError) as error:
         raise type(error)(f"{error}{_values_of_recipe(str(error), arguments)}") from error
 
 
 def _train(arguments: Sequence[str], *, printing: bool) -> int:
+    if not printing:
+        _refuse_tasks_of_slurm()
     job = plan(arguments)
     if printing:
         print(yaml.safe_dump(job.config, sort_keys=False), end="")
@@ -45,19 +60,26 @@ def _train(arguments: Sequence[str], *, printing: bool) -> int:
     return start(job)
 
 
-def _sweep(arguments: Sequence[str], *, printing: bool) -> int:
-    from lightning_3d.cli import sweep
-
+def _check_sweep(external: Mapping[str, int] | None, *, printing: bool) -> None:
     if printing:
         raise ConfigError("--print-config shows one run, and -m asks for several. Leave out one of them.")
-    if external := _started_by_others():
-        if external["rank"]:  # Rank 0 tells it.
-            return 2
+    if external is not None:
         raise ConfigError(
             "-m starts runs one after the other, each with ranks of its own, but this process was started as one rank "
             "of several (torchrun). Start `lightning-3d train -m ...` once, without torchrun, or leave out -m."
         )
-    return sweep.run(arguments)
+
+
+def _check_sizes(arguments: Sequence[str], external: Mapping[str, int]) -> None:
+    for argument in arguments:
+        if argument.split("=")[0] in ("trainer.devices", "trainer.num_nodes") and argument not in _sizes(external):
+            devices, nodes = _sizes(external)
+            raise ConfigError(f"{argument}, but this job was started with {devices} and {nodes}. Leave it out.")
+
+
+def _sizes(external: Mapping[str, int]) -> tuple[str, str]:
+    local = external["local_world_size"]
+    return f"trainer.devices={local}", f"trainer.num_nodes={external['world_size'] // local}"
 
 
 def _values_of_recipe(message: str, arguments: Sequence[str]) -> str:
@@ -82,24 +104,32 @@ def _started_by_others() -> dict[str, int] | None:
     return None
 
 
-def _run_as_rank(arguments: Sequence[str], external: dict[str, int]) -> int:
+def _refuse_tasks_of_slurm() -> None:
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks != "1":
+        raise ConfigError(
+            f"srun has started this command {tasks} times, but it starts its ranks itself: these would be {tasks} "
+            "runs. Use srun --ntasks=1, or srun --ntasks-per-node=1 torchrun ... on several machines."
+        )
+
+
+def _run_as_rank(arguments: Sequence[str], external: Mapping[str, int], *, printing: bool) -> int:
     """Under torchrun: rank 0 makes the run folder and tells the others, then every rank runs."""
     from lightning_3d.cli import rendezvous, worker
 
-    rank, world_size, local = external["rank"], external["world_size"], external["local_world_size"]
-    sizes = [f"trainer.devices={local}", f"trainer.num_nodes={world_size // local}"]
-    for argument in arguments:
-        if argument.split("=")[0] in ("trainer.devices", "trainer.num_nodes") and argument not in sizes:
-            raise ConfigError(f"{argument}, but this job was started with {sizes[0]} and {sizes[1]}. Leave it out.")
+    rank, sizes = external["rank"], _sizes(external)
+    if printing:
+        return 0 if rank else _train([*arguments, *sizes], printing=True)
     message: dict[str, Any] = {}
     if rank == 0:
+        rendezvous.check()
         try:
             recipe, overrides, config, folder = prepare([*arguments, *sizes])
-            layout = check_layout(config, world_size=world_size)
+            layout = check_layout(config, world_size=external["world_size"])
             check_parts(config, layout)
             kept = [override for override in overrides if override not in sizes]
             run_folder.write_config(folder, config, recipe=recipe, overrides=kept)
-            announce(config, folder, layout=layout, world_size=world_size)
+            announce(config, folder, layout=layout, world_size=external["world_size"])
             message = {"config": config}
         except Exception:
             rendezvous.tell({"config": None})

@@ -50,7 +50,10 @@ class GuardedStrategy(FeedingStrategy):
         plugin: Any = self.precision_plugin
         assert self.lightning_module is not None
         if self._replay_every_n_steps:
-            refuse_windows(trainer)
+            refuse_windows(
+                accumulate_grad_batches=trainer.accumulate_grad_batches,
+                automatic_optimization=self.lightning_module.automatic_optimization,
+            )
         # A loss scaler expects overflows, and leaves their steps out itself.
         action = "ignore" if getattr(plugin, "scaler", None) is not None else self._nonfinite
         steps = self._steps = FiniteSteps(

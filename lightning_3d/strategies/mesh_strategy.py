@@ -107,8 +107,13 @@ class MeshStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         # Called while the Trainer is built: the first moment at which the number of processes is known.
         self._layout = self._layout.resolve(self.num_processes * self.num_nodes)
-        environment = self.cluster_environment
-        assert environment is not None
+        environment, devices = self.cluster_environment, self.parallel_devices
+        assert environment is not None and devices is not None
+        if self._process_group_backend == "nccl" and devices[0].type != "cuda":
+            raise ConfigError(
+                f"process_group_backend='nccl' joins GPUs, but the accelerator is {devices[0].type}. Set "
+                "process_group_backend=None, which takes what fits."
+            )
         self._launcher = ScriptLauncher(environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_3d.checkpoint.random_state import random_state, set_random_state
@@ -112,6 +113,15 @@ class ThreeDStrategy(GuardedStrategy):
         self._accumulating = False
 
     # ------------------------------------------------------------------ starting
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        layout = self.layout
+        unused = ["loss_parallel=True"] if self._loss_parallel and layout.tensor == 1 else []
+        unused += ["sequence_parallel=True"] if self._sequence_parallel and layout.tensor == 1 else []
+        unused += [f"schedule={layout.schedule!r}"] if layout.schedule != "1f1b" and layout.pipeline == 1 else []
+        if unused:
+            rank_zero_warn(f"{', '.join(unused)} has no effect in the layout {layout.name}, which lacks that axis.")
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:

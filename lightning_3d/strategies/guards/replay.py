@@ -123,16 +123,16 @@ def check_replay(value: object) -> int:
     return value
 
 
-def refuse_windows(trainer: L.Trainer) -> None:
+def refuse_windows(*, accumulate_grad_batches: int, automatic_optimization: bool = True) -> None:
     """
     Raises:
         ConfigError: accumulation, whose earlier batches a second run would need, or manual optimization.
     """
-    if trainer.accumulate_grad_batches > 1 or not trainer.lightning_module.automatic_optimization:
+    if accumulate_grad_batches > 1 or not automatic_optimization:
         raise ConfigError(
             "replay_every_n_steps computes a whole step twice, which needs automatic optimization and one batch to a "
-            f"step, but accumulate_grad_batches={trainer.accumulate_grad_batches} and automatic_optimization="
-            f"{trainer.lightning_module.automatic_optimization}. Set replay_every_n_steps=0 here."
+            f"step, but accumulate_grad_batches={accumulate_grad_batches} and automatic_optimization="
+            f"{automatic_optimization}. Set replay_every_n_steps=0 here."
         )
 
 
