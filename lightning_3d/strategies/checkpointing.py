@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_3d.checkpoint import store
 from lightning_3d.checkpoint.background import BackgroundWriter
-from lightning_3d.checkpoint.places import place
+from lightning_3d.checkpoint.places import Place, is_url, place, place_among
 from lightning_3d.checkpoint.random_state import set_random_state
 from lightning_3d.checkpoint.together import together
 from lightning_3d.checkpoint.writing import write
@@ -94,7 +94,7 @@ class CheckpointingStrategy(MeshStrategy):
         assert self.lightning_module is not None
         HERE.enter("saving a checkpoint")
         path = self.broadcast(os.fspath(filepath))
-        where = place(path, storage_options=storage_options or self.options_for(path))
+        where = place(path, storage_options=storage_options) if storage_options else self.place(path)
         if self._windows.postpone(self.lightning_module.trainer, checkpoint, path, storage_options):
             return
         # At most one is under way; and a failed one is not overtaken in silence.
@@ -122,7 +122,7 @@ class CheckpointingStrategy(MeshStrategy):
         if not self.is_global_zero:
             return
         try:
-            store.remove(place(filepath, storage_options=self.options_for(filepath)))
+            store.remove(self.place(filepath))
         except OSError as error:
             # Training can go on, and other ranks know nothing of this.
             rank_zero_warn(f"the checkpoint {filepath} could not be removed and stays: {error}.")
@@ -150,9 +150,9 @@ class CheckpointingStrategy(MeshStrategy):
             self._removals.clear()
             raise
 
-    def options_for(self, path: Any) -> dict[str, Any] | None:
-        """The storage options, where a path is a URL."""
-        return self._storage_options if "://" in os.fspath(path) else None
+    def place(self, path: Any) -> Place:
+        """Of a checkpoint, with the storage options where it is a URL."""
+        return place_among(path, storage_options=self._storage_options)
 
     # ------------------------------------------------------------------ in the course of a run
 
@@ -181,6 +181,12 @@ class CheckpointingStrategy(MeshStrategy):
                     "ModelCheckpoint(save_last='link') links to what async_checkpoint=True has not written yet. "
                     "Set save_last=True, or async_checkpoint=False."
                 )
+            _, wrong, path = os.fspath(getattr(callback, "dirpath", None) or "").partition("/file:/")
+            if wrong:
+                raise ConfigError(
+                    f"{type(callback).__name__}(dirpath='file:///{path}') means a folder {callback.dirpath} to "  # type: ignore[attr-defined]
+                    f"Lightning. Set dirpath='/{path}'."
+                )
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -198,7 +204,7 @@ class CheckpointingStrategy(MeshStrategy):
         self._selection.commit()
         if self.is_global_zero:
             for folder in {getattr(callback, "dirpath", None) for callback in callbacks}:
-                if folder is not None and "://" not in os.fspath(folder):
+                if folder is not None and not is_url(folder):
                     tell_leftovers(Path(folder))
         self.barrier()
 
