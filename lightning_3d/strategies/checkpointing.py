@@ -28,6 +28,7 @@ from lightning_3d.parallel.share import Share
 from lightning_3d.strategies.mesh_strategy import MeshStrategy
 from lightning_3d.strategies.saving import dictionary, resume
 from lightning_3d.strategies.saving.averaging import leave_averages_to_strategy, refuse_whole_averages
+from lightning_3d.strategies.saving.links import Links
 from lightning_3d.strategies.saving.selection import Selection, agree_on_best, pick_last_of_committed, tell_leftovers
 from lightning_3d.strategies.saving.weights import load_weights_
 from lightning_3d.strategies.saving.windows import SaveAtWindowEnd
@@ -63,6 +64,7 @@ class CheckpointingStrategy(MeshStrategy):
         self._background = BackgroundWriter(new_group=partial(new_group, backend="gloo"))
         self._selection = Selection()
         self._windows = SaveAtWindowEnd()
+        self._links = Links(self._selection, saving=lambda: self._background.busy or self._windows.waiting)
         self._weights_only: bool | None = None
         # Checkpoints that callbacks want removed, once the one under way is whole.
         self._removals: list[Any] = []
@@ -136,6 +138,8 @@ class CheckpointingStrategy(MeshStrategy):
 
     def _committed(self) -> None:
         self._selection.commit()
+        if self.is_global_zero:
+            self._links.move()
         removals, self._removals = self._removals, []
         for filepath in removals:
             self._remove(filepath)
@@ -148,6 +152,7 @@ class CheckpointingStrategy(MeshStrategy):
         except CheckpointError:
             self._selection.restore()
             self._removals.clear()
+            self._links.forget()
             raise
 
     def place(self, path: Any) -> Place:
@@ -175,12 +180,8 @@ class CheckpointingStrategy(MeshStrategy):
     def _check_callbacks(self, trainer: L.Trainer) -> None:
         refuse_whole_averages(trainer)
         pick_last_of_committed(trainer, storage_options=self._storage_options)
+        self._links.take_over(trainer.checkpoint_callbacks)
         for callback in trainer.checkpoint_callbacks:
-            if self._async_checkpoint and getattr(callback, "save_last", None) == "link":
-                raise ConfigError(
-                    "ModelCheckpoint(save_last='link') links to what async_checkpoint=True has not written yet. "
-                    "Set save_last=True, or async_checkpoint=False."
-                )
             _, wrong, path = os.fspath(getattr(callback, "dirpath", None) or "").partition("/file:/")
             if wrong:
                 raise ConfigError(
@@ -202,6 +203,7 @@ class CheckpointingStrategy(MeshStrategy):
         callbacks = self.lightning_module.trainer.checkpoint_callbacks
         self._selection.propose(callbacks)
         self._selection.commit()
+        self._links.forget()
         if self.is_global_zero:
             for folder in {getattr(callback, "dirpath", None) for callback in callbacks}:
                 if folder is not None and not is_url(folder):

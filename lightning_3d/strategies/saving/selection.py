@@ -41,6 +41,12 @@ class Selection:
             (callback, _noted(callback)) for callback in callbacks if isinstance(callback, ModelCheckpoint)
         ]
 
+    def linked(self, callback: ModelCheckpoint) -> None:
+        """A callback has noted its link after it had the newest saved: the two belong together."""
+        for other, noted in self._proposed:
+            if other is callback:
+                noted["last_model_path"] = callback.last_model_path
+
     def commit(self) -> None:
         """The newest is saved."""
         self._committed = self._proposed
