@@ -235,6 +235,7 @@ class CheckpointingStrategy(MeshStrategy):
     # ------------------------------------------------------------------ loading
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        HERE.enter("loading a checkpoint")
         path = self.broadcast(os.fspath(checkpoint_path))
         weights_only = self._weights_only if weights_only is None else weights_only
         checkpoint = resume.load(self, path, weights_only=weights_only)
