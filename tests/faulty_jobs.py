@@ -10,20 +10,25 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from modules import TinyGPT
+from torch.distributed.checkpoint import FileSystemReader
 from torch.utils.data import DataLoader
 from training import ordered
 
 from lightning_3d import Layout, ThreeDStrategy
-from lightning_3d.checkpoint import writing
+from lightning_3d.checkpoint import optimizer_state, store, writing
 from lightning_3d.strategies.processes import launch, script_launcher, supervise
 
-PHASES = ("setup", "forward", "schedule", "save", "validation", "teardown")
+PHASES = ("setup", "load", "forward", "schedule", "save", "validation", "teardown")
+# Of a load: what it holds, its loops and callbacks, a rank's tensors, its random states, the module's own hook, and the
+# optimizer's state.
+LOADING = ("contents", "extra", "load", "random state", "hook", "optimizer")
 KINDS = ("exception", "SIGKILL")
 WORLD_SIZE = 4
 
@@ -47,7 +52,7 @@ class Fault:
     """What happens to one rank, and when.
 
     Args:
-        phase: one of PHASES, or "loss": the step returns None; with any other nothing happens.
+        phase: one of PHASES or of LOADING, or "loss": the step returns None; with any other nothing happens.
         kind: of KINDS, or "SIGSTOP", "endless", "slow".
         rank: -1 is all of them.
         seconds: how slow.
@@ -108,6 +113,9 @@ class Model(TinyGPT):
                     )
                 )
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.fault.at("hook")
+
     def validation_step(self, rows: torch.Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.fault.at("validation")
         super().validation_step(rows, batch_idx)
@@ -116,8 +124,14 @@ class Model(TinyGPT):
         self.fault.at("teardown")
 
 
-def train(fault: Fault, folder: Path, *, layout: str, timeout_seconds: float, **settings: Any) -> None:
-    """A small run with validation and a checkpoint, as a user's script has it."""
+def train(
+    fault: Fault, folder: Path, *, layout: str, timeout_seconds: float, ckpt_path: Path | None = None, **settings: Any
+) -> None:
+    """A small run with validation and a checkpoint, as a user's script has it.
+
+    Args:
+        ckpt_path: to go on from.
+    """
     note_pid(folder)
     if "RANK" in os.environ:
         fault.at("start")
@@ -130,6 +144,7 @@ def train(fault: Fault, folder: Path, *, layout: str, timeout_seconds: float, **
 
     # Between a rank's tensors and its random states.
     writing.rank_file = failing
+    fail_in_load(fault)
     parsed = Layout.parse(layout)
     arguments: dict[str, Any] = {
         "max_steps": 6,
@@ -150,7 +165,33 @@ def train(fault: Fault, folder: Path, *, layout: str, timeout_seconds: float, **
         num_sanity_val_steps=0,
         **arguments,
     )
-    trainer.fit(Model(fault), *(loader(parsed) for _ in range(2)))
+    trainer.fit(Model(fault), *(loader(parsed) for _ in range(2)), ckpt_path=ckpt_path)
+
+
+def fail_in_load(fault: Fault) -> None:
+    """Before each of LOADING, but for the hook."""
+
+    def failing(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            fault.at(phase)
+            return function(*args, **kwargs)
+
+        return call
+
+    store.saved_tensors = failing("contents", store.saved_tensors)
+    store.load_extra = failing("extra", store.load_extra)
+    FileSystemReader.read_data = failing("load", FileSystemReader.read_data)  # type: ignore[method-assign]
+    store.load_rank_state = failing("random state", store.load_rank_state)
+    optimizer_state.restore_ = failing("optimizer", optimizer_state.restore_)
+
+
+def save_one(folder: Path, *, layout: str) -> Path:
+    """A checkpoint of a run without a fault."""
+    body = partial(train, Fault("none", 0, "none"), folder, layout=layout, timeout_seconds=60)
+    ended = Job(body, how="script", folder=folder, world_size=Layout.parse(layout).world_size).wait()
+    assert ended.code == 0, ended.errors
+    (checkpoint,) = store.committed(folder / "checkpoints")
+    return Path(str(checkpoint))
 
 
 def loader(layout: Layout) -> DataLoader:

@@ -30,6 +30,7 @@ from training import ordered, trainer_for
 
 from lightning_3d import Layout, ThreeDStrategy
 from lightning_3d.checkpoint import store
+from lightning_3d.checkpoint.places import Place
 from lightning_3d.strategies.processes.launch import free_port, rank_environment
 
 EVERY = 3
@@ -141,7 +142,7 @@ def check_alive(pids: list[int], told: Path, deadline: float) -> None:
         raise SystemExit(f"a rank ended or got no further by itself:\n{logs}")
 
 
-def check_readable(path: Path) -> None:
+def check_readable(path: Place) -> None:
     saved = store.saved_tensors(path)
     state = {k: torch.empty(v.size, dtype=v.properties.dtype) if hasattr(v, "size") else None for k, v in saved.items()}
     store.load_tensors(path, state)

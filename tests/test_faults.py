@@ -10,7 +10,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from faulty_jobs import KINDS, PHASES, WORLD_SIZE, Ended, Fault, Job, runs, train
+from faulty_jobs import KINDS, LOADING, PHASES, WORLD_SIZE, Ended, Fault, Job, runs, save_one, train
+
+from lightning_3d.checkpoint import store
 
 pytestmark = pytest.mark.distributed
 
@@ -20,6 +22,7 @@ LAYOUT = "zero1x2-pp2"
 # What a rank that raises is told to have been doing; one that is killed was seen there, or a moment before.
 PLACES = {
     "setup": "setup",
+    **dict.fromkeys(LOADING, "loading a checkpoint"),
     "forward": "training, batch",
     "schedule": "training, batch",
     "validation": "validation",
@@ -27,8 +30,15 @@ PLACES = {
 }
 
 
-def run(fault: Fault, folder: Path, *, how: str = "script") -> Ended:
-    body = partial(train, fault, folder, layout=LAYOUT, timeout_seconds=60)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint for jobs that fail while they load it."""
+    return save_one(tmp_path_factory.mktemp("saved"), layout=LAYOUT)
+
+
+def run(fault: Fault, folder: Path, saved: Path, *, how: str = "script") -> Ended:
+    path = saved if fault.phase in LOADING else None
+    body = partial(train, fault, folder, layout=LAYOUT, timeout_seconds=60, ckpt_path=path)
     return Job(body, how=how, folder=folder).wait()
 
 
@@ -38,7 +48,8 @@ def assert_ended_with_cause(ended: Ended, fault: Fault) -> None:
     assert ended.alive == []
     rank = f"rank {fault.rank} of {WORLD_SIZE}"
     what = "was killed" if fault.kind == "SIGKILL" else "raised ValueError: the cause"
-    if fault.phase == "save" and fault.kind == "exception":
+    # What several ranks do together.
+    if fault.phase in ("save", "extra", "load") and fault.kind == "exception":
         # All ranks learn of it, and any of them may be the first to end.
         assert f"failed on rank {fault.rank}: ValueError: the cause" in ended.errors
         return
@@ -53,6 +64,10 @@ def assert_ended_with_cause(ended: Ended, fault: Fault) -> None:
 # Each rank, phase and kind at least once.
 COVERING = [
     ("script", Fault("setup", 0, "SIGKILL")),
+    ("script", Fault("load", 3, "exception")),
+    ("ranks", Fault("load", 1, "SIGKILL")),
+    ("script", Fault("random state", 2, "SIGKILL")),
+    ("ranks", Fault("hook", 0, "exception")),
     ("script", Fault("forward", 1, "exception")),
     ("ranks", Fault("schedule", 3, "exception")),
     ("ranks", Fault("save", 2, "SIGKILL")),
@@ -62,8 +77,10 @@ COVERING = [
 
 
 @pytest.mark.parametrize(("how", "fault"), COVERING, ids=lambda value: getattr(value, "phase", value))
-def test_fault_ends_the_job(how: str, fault: Fault, tmp_path: Path) -> None:
-    assert_ended_with_cause(run(fault, tmp_path, how=how), fault)
+def test_fault_ends_the_job(how: str, fault: Fault, tmp_path: Path, saved: Path) -> None:
+    assert_ended_with_cause(run(fault, tmp_path, saved, how=how), fault)
+    if fault.phase in LOADING:
+        assert store.is_committed(saved)
 
 
 def test_step_without_a_loss_on_one_rank_is_an_error_that_ends_all(tmp_path: Path) -> None:
@@ -104,6 +121,14 @@ def test_fault_ends_real_processes_too(launcher: list[str], fault: Fault, tmp_pa
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("rank", range(WORLD_SIZE))
 @pytest.mark.parametrize("how", ["script", "ranks"])
-def test_any_fault_ends_the_job(how: str, rank: int, phase: str, kind: str, tmp_path: Path) -> None:
+def test_any_fault_ends_the_job(how: str, rank: int, phase: str, kind: str, tmp_path: Path, saved: Path) -> None:
     fault = Fault(phase, rank, kind)
-    assert_ended_with_cause(run(fault, tmp_path, how=how), fault)
+    assert_ended_with_cause(run(fault, tmp_path, saved, how=how), fault)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("number", range(len(LOADING)))
+def test_a_fault_in_any_part_of_a_load_ends_the_job(number: int, kind: str, tmp_path: Path, saved: Path) -> None:
+    fault = Fault(LOADING[number], number % WORLD_SIZE, kind)
+    assert_ended_with_cause(run(fault, tmp_path, saved), fault)

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from faulty_jobs import Fault, Job, train
+from faulty_jobs import LOADING, Fault, Job, save_one, train
 
 from lightning_3d.strategies.processes import hang_report
 from lightning_3d.strategies.processes.board import Post
@@ -15,16 +15,27 @@ from lightning_3d.strategies.processes.board import Post
 TIMEOUT = 10.0
 
 
-def job(fault: Fault, folder: Path, *, how: str, layout: str = "zero1x2-pp2") -> Job:
-    return Job(partial(train, fault, folder, layout=layout, timeout_seconds=TIMEOUT), how=how, folder=folder)
+def job(fault: Fault, folder: Path, *, how: str, layout: str = "zero1x2-pp2", ckpt_path: Path | None = None) -> Job:
+    body = partial(train, fault, folder, layout=layout, timeout_seconds=TIMEOUT, ckpt_path=ckpt_path)
+    return Job(body, how=how, folder=folder)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("rank", "phase", "how"), [(0, "forward", "script"), pytest.param(3, "schedule", "ranks", marks=pytest.mark.slow)]
+    ("rank", "phase", "how"),
+    [
+        (0, "forward", "script"),
+        (2, "load", "ranks"),
+        pytest.param(3, "schedule", "ranks", marks=pytest.mark.slow),
+        pytest.param(1, "contents", "script", marks=pytest.mark.slow),
+    ],
 )
 def test_stopped_rank_is_named_within_the_timeout(rank: int, phase: str, how: str, tmp_path: Path) -> None:
-    ended = job(Fault(phase, rank, "SIGSTOP"), tmp_path, how=how).wait()
+    ckpt_path = None
+    if phase in LOADING:
+        (tmp_path / "before").mkdir()
+        ckpt_path = save_one(tmp_path / "before", layout="zero1x2-pp2")
+    ended = job(Fault(phase, rank, "SIGSTOP"), tmp_path, how=how, ckpt_path=ckpt_path).wait()
     assert ended.code != 0 and ended.alive == []
     name = f"rank {rank} (stage {rank // 2}, data {rank % 2})"
     told = ended.errors.splitlines() + [
@@ -52,10 +63,13 @@ def test_rank_that_never_returns_from_its_code_is_named_with_the_line(tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_long_saves_and_many_steps_are_no_hang(tmp_path: Path) -> None:
+@pytest.mark.parametrize("phase", ["save", "load"])
+def test_long_saves_and_loads_and_many_steps_are_no_hang(phase: str, tmp_path: Path) -> None:
     # All ranks are longer in the save than the timeout, and together longer in validation.
-    fault = Fault("save", -1, "slow", seconds=5.0)
-    body = partial(train, fault, tmp_path, layout="dp2", timeout_seconds=4.0, limit_val_batches=4)
+    fault = Fault(phase, -1, "slow", seconds=5.0)
+    (tmp_path / "before").mkdir()
+    ckpt_path = save_one(tmp_path / "before", layout="dp2") if phase == "load" else None
+    body = partial(train, fault, tmp_path, layout="dp2", timeout_seconds=4.0, limit_val_batches=4, ckpt_path=ckpt_path)
     ended = Job(body, how="script", folder=tmp_path, world_size=2).wait()
     assert ended.code == 0, ended.errors
     assert list(tmp_path.glob("hang_reports/*")) == []

@@ -5,39 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import lightning as L
 import pytest
 import torch
-from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.callbacks import ModelCheckpoint
+from local_shelf import LocalShelf, register
 from modules import Rows, TinyGPT
 from training import ordered, run, trainer_for, whole_weights
 
 from lightning_3d import Layout, ThreeDStrategy
 from lightning_3d.checkpoint import store
-from lightning_3d.checkpoint.places import Folder, Shelf, place
+from lightning_3d.checkpoint.places import Folder, place
+from lightning_3d.checkpoint.shelf import Shelf
 from lightning_3d.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.distributed
-
-
-class LocalShelf(LocalFileSystem):
-    """Files of this machine under a protocol of their own, so that several processes share a store without renames."""
-
-    protocol = "shelf"
-    tokens: list[Any] = []
-
-    def __init__(self, token: str | None = None, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.tokens.append(token)
-
-    @classmethod
-    def _strip_protocol(cls, path: Any) -> str:
-        return LocalFileSystem._strip_protocol(str(path).removeprefix("shelf://"))
-
-
-fsspec.register_implementation("shelf", LocalShelf, clobber=True)
+register()
 
 
 def save(path: Any, value: float, step: int = 1) -> None:
@@ -68,7 +51,7 @@ def test_checkpoint_is_saved_replaced_listed_and_removed(url: str) -> None:
         save(f"{url}/step=1.ckpt", value)
         assert value_at(f"{url}/step=1.ckpt") == value
     assert value_at(f"{url}/step=2.ckpt") == 2.0
-    names = [path.rpartition("/")[2] for path in place(f"{url}/any").beside()]
+    names = [found.name for found in place(url).whole()]
     assert names == ["step=1.ckpt", "step=2.ckpt"]
     with pytest.raises(CheckpointError, match=r"step=3.ckpt does not exist. Whole .*step=1.ckpt, .*step=2.ckpt"):
         store.require_committed(f"{url}/step=3.ckpt")
@@ -111,8 +94,17 @@ def test_kinds_of_places_and_wrong_ones(tmp_path: Path) -> None:
     assert isinstance(place("memory://x"), Shelf) and str(place("memory://x/y/")) == "memory://x/y"
     with pytest.raises(CheckpointError, match="nowhere://x: .*Give a local path"):
         place("nowhere://x")
+    with pytest.raises(CheckpointError, match="for patterns of several names"):
+        place("memory://x/step=[1]")
     with pytest.raises(ConfigError, match="storage_options=.* are for URLs, but .* is a local path"):
         place(tmp_path, storage_options={"token": 1})
+
+
+def test_a_file_url_that_lightning_takes_for_a_name_is_refused(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(f"file://{tmp_path}/a b")
+    trainer = trainer_for("single", callbacks=[saver], enable_checkpointing=True)
+    with pytest.raises(ConfigError, match=f"Set dirpath='{tmp_path}/a b'"):
+        trainer.fit(TinyGPT(lazy=True), ordered(Rows(), replicas=1))
 
 
 def fit(layout: str, folder: str, ckpt_path: str | None, steps: int) -> dict[str, Any]:
@@ -128,7 +120,7 @@ def fit(layout: str, folder: str, ckpt_path: str | None, steps: int) -> dict[str
         layout, max_steps=steps, max_epochs=9, callbacks=[saver], enable_checkpointing=True, strategy=strategy
     )
     trainer.fit(module, ordered(Rows(), replicas=Layout.parse(layout).data), ckpt_path=ckpt_path)
-    there = sorted(path.rpartition("/")[2] for path in place(f"{folder}/any").beside())
+    there = [found.name for found in place(folder).whole()]
     return {"weights": whole_weights(module), "there": there, "tokens": LocalShelf.tokens[:]}
 
 

@@ -14,6 +14,7 @@ from training import Recorder, ordered, run, trainer_for, whole, whole_weights
 
 from lightning_3d import Layout, ThreeDStrategy
 from lightning_3d.checkpoint import store
+from lightning_3d.checkpoint.places import Folder
 from lightning_3d.errors import CheckpointError
 
 pytestmark = pytest.mark.distributed
@@ -156,7 +157,7 @@ def test_a_folder_without_a_whole_checkpoint_is_refused_and_the_whole_ones_are_n
     (tmp_path / "broken.ckpt").mkdir()
     assert store.newest(tmp_path) is None
     (tmp_path / ".step=3.ckpt.saving").rename(tmp_path / "step=3.ckpt")
-    assert store.newest(tmp_path) == tmp_path / "step=3.ckpt"
+    assert store.newest(tmp_path) == Folder(tmp_path / "step=3.ckpt")
     with pytest.raises(CheckpointError, match="holds no whole checkpoint.*step=3.ckpt"):
         store.require_committed(tmp_path / "broken.ckpt")
 

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_3d.checkpoint import store
+from lightning_3d.checkpoint.places import Folder
 from lightning_3d.errors import CheckpointError, LaunchError
 from lightning_3d.strategies.processes.launch import fork_ranks
 
@@ -155,12 +156,12 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_under_the_name(tmp_path:
         killed_at(number, path, can_swap=can_swap)
         # Swapping leaves no moment without a checkpoint of that name; renaming twice does.
         assert path.exists() or not can_swap
-        assert store.committed(tmp_path) == [path]
+        assert store.committed(tmp_path) == [Folder(path)]
         assert_holds(path, 2.0 if number > ends[-1] else 1.0)
         found = store.set_aside_leftovers(tmp_path)
         assert all(left == tmp_path / ".last.ckpt.unfinished" for left in found)
         aside += len(found)
-        assert store.committed(tmp_path) == [path] and store.set_aside_leftovers(tmp_path) == []
+        assert store.committed(tmp_path) == [Folder(path)] and store.set_aside_leftovers(tmp_path) == []
     assert aside >= len([n for n in ends if operations[n] != "rename"]) and aside > 5
     save(path, 3.0)
     assert_holds(path, 3.0)
@@ -179,7 +180,7 @@ def test_leftovers_are_reported_once_and_do_not_pile_up(tmp_path: Path) -> None:
         assert store.set_aside_leftovers(tmp_path) == [tmp_path / f".step={step}.unfinished"]
         assert store.set_aside_leftovers(tmp_path) == []
         assert sorted(path.name for path in tmp_path.iterdir()) == [f".step={step}.unfinished", "whole"]
-        assert store.committed(tmp_path) == [tmp_path / "whole"]
+        assert store.committed(tmp_path) == [Folder(tmp_path / "whole")]
 
 
 def test_several_ranks_repair_at_once(tmp_path: Path) -> None:
@@ -188,7 +189,7 @@ def test_several_ranks_repair_at_once(tmp_path: Path) -> None:
     for _ in range(5):
         path.rename(tmp_path / ".last.ckpt.replaced")
         for found in together(2, store.newest, tmp_path):
-            assert found == path
+            assert found == Folder(path)
 
 
 @pytest.mark.parametrize("missing", [store.METADATA, store.SUMMARY])
@@ -198,7 +199,7 @@ def test_leftovers_are_not_picked(tmp_path: Path, missing: str) -> None:
     for name in (".step=9.saving", ".step=9.removed"):
         shutil.copytree(tmp_path / "step=9", tmp_path / name)
     (tmp_path / "step=9" / missing).unlink()
-    assert store.committed(tmp_path) == [tmp_path / "step=1"]
+    assert store.committed(tmp_path) == [Folder(tmp_path / "step=1")]
     with pytest.raises(CheckpointError, match="step=9 is a folder but holds no whole checkpoint"):
         store.require_committed(tmp_path / "step=9")
     assert store.committed(tmp_path / "nowhere") == []

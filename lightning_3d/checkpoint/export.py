@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,17 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lightning_3d.checkpoint import store
-from lightning_3d.checkpoint.places import delete, sibling
+from lightning_3d.checkpoint.outputs import replacing
+from lightning_3d.checkpoint.places import delete
 from lightning_3d.checkpoint.plain import COPIES, MODEL, OPTIMIZER, assemble, is_tensor, read_in_turn
 from lightning_3d.checkpoint.safetensors_file import Entries, write_safetensors
-from lightning_3d.errors import CheckpointError
 
 BATCH_BYTES = 256 * 2**20
 
 
-def export_ckpt(source: Path, out: Path, *, weights_only: bool = False, batch_bytes: int = BATCH_BYTES) -> None:
+def export_ckpt(
+    source: store.AnyPlace, out: store.AnyPlace, *, weights_only: bool = False, batch_bytes: int = BATCH_BYTES
+) -> None:
     """Write a plain Lightning .ckpt, optimizer states included, that a stock Trainer resumes from.
 
     Its tensors go through a file beside `out`, as large as it, from which they are mapped while torch writes.
@@ -59,8 +60,8 @@ def export_ckpt(source: Path, out: Path, *, weights_only: bool = False, batch_by
 
 
 def export_safetensors(
-    source: Path,
-    out: Path,
+    source: store.AnyPlace,
+    out: store.AnyPlace,
     *,
     names: Mapping[str, str],
     dtype: torch.dtype | None = None,
@@ -77,7 +78,7 @@ def export_safetensors(
 
 
 def write_shards(
-    source: Path,
+    source: store.AnyPlace,
     folder: Path,
     *,
     names: Mapping[str, str],
@@ -113,7 +114,7 @@ def write_shards(
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
-def model_tensors(source: Path) -> dict[str, torch.Size]:
+def model_tensors(source: store.AnyPlace) -> dict[str, torch.Size]:
     """Names and shapes of the module's tensors in a checkpoint."""
     saved = store.saved_tensors(source)
     return {
@@ -123,7 +124,7 @@ def model_tensors(source: Path) -> dict[str, torch.Size]:
     }
 
 
-def left_out(source: Path) -> list[str]:
+def left_out(source: store.AnyPlace) -> list[str]:
     """What a checkpoint holds beside the module's tensors, in words."""
     saved = store.saved_tensors(source)
     found = [name for name, entry in saved.items() if name.startswith(MODEL) and not is_tensor(entry)]
@@ -132,26 +133,9 @@ def left_out(source: Path) -> list[str]:
     return found
 
 
-@contextmanager
-def replacing(out: Path) -> Iterator[Path]:
-    """A draft beside `out`, which gets its name once all of it is written.
-
-    Raises:
-        CheckpointError: something is at `out` already.
-    """
-    if out.exists():
-        raise CheckpointError(f"{out} exists. Give another name, or remove it first.")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    draft = sibling(out, "saving")
-    delete(draft)
-    try:
-        yield draft
-        os.rename(draft, out)
-    finally:
-        delete(draft)
-
-
-def _write(source: Path, path: Path, *, names: Mapping[str, str], dtype: torch.dtype | None, batch_bytes: int) -> None:
+def _write(
+    source: store.AnyPlace, path: Path, *, names: Mapping[str, str], dtype: torch.dtype | None, batch_bytes: int
+) -> None:
     saved = store.saved_tensors(source)
     entries: Entries = {
         stored: (saved[MODEL + name].size, _dtype(saved[MODEL + name], dtype)) for name, stored in names.items()

@@ -1,10 +1,6 @@
 """Where a checkpoint is: a folder of this machine, or one below a URL that fsspec knows (s3://..., memory://...).
 
-A folder is written as a sibling and committed by one rename. Object stores have no rename, so there a checkpoint is
-written as a part of its folder and committed by a small file that names the part and is written last:
-
-    NAME/checkpoint.json    which part counts, step, epoch, layout
-    NAME/a/, NAME/b/        what a save writes; the next one under this name takes the other
+A folder is written as a sibling and committed by one rename; below a URL, a file says what counts (see `shelf`).
 """
 
 from __future__ import annotations
@@ -20,7 +16,6 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from lightning_3d.errors import CheckpointError, ConfigError
 
@@ -31,9 +26,26 @@ _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 
 
 class Place(Protocol):
-    """One checkpoint's place. What changes it is called by one rank, but for `write` and `writer`."""
+    """A path on some file system, and one checkpoint's place.
+
+    What changes it is called by one rank, but for `write` and `writer`.
+    """
 
     def __str__(self) -> str: ...
+
+    def __truediv__(self, name: str) -> Place: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def parent(self) -> Place: ...
+
+    def read_bytes(self) -> bytes:
+        """
+        Raises:
+            FileNotFoundError: no file is here.
+        """
 
     def begin(self) -> str:
         """Make room for a new checkpoint beside the old one; the name of the draft, for all ranks."""
@@ -65,8 +77,11 @@ class Place(Protocol):
             FileNotFoundError: the committed checkpoint has no such file.
         """
 
-    def beside(self) -> list[str]:
-        """Names of the committed checkpoints in the same folder."""
+    def age(self) -> tuple[int, float]:
+        """Step and time of the committed checkpoint, to sort by."""
+
+    def whole(self) -> list[Place]:
+        """The committed checkpoints in the folder of this name."""
 
 
 def place(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Place:
@@ -76,27 +91,42 @@ def place(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | 
         storage_options: for fsspec's file system; local paths take none.
 
     Raises:
-        CheckpointError: no such protocol, or its package is not installed.
+        CheckpointError: no such protocol, its package is not installed, or a name that is a pattern.
         ConfigError: options for a local path.
     """
     text = os.fspath(path)
-    if "://" in text:
+    if is_url(text):
         from fsspec.core import url_to_fs
 
         try:
             fs, inner = url_to_fs(text, **(storage_options or {}))
-        except (ValueError, ImportError) as error:
+        # The last is what a file system says to options that it does not know, or lacks.
+        except (ValueError, ImportError, TypeError) as error:
             raise CheckpointError(
-                f"{text}: {error} Give a local path, or install what serves that protocol."
+                f"{text}: {error}. Give a local path, install what serves that protocol, or set other storage options."
             ) from error
         if text.startswith(("file://", "local://")):
             return Folder(Path(inner))
+        from lightning_3d.checkpoint.shelf import Shelf
+
+        if any(sign in inner for sign in "*?["):
+            raise CheckpointError(f"{text}: fsspec takes * ? [ for patterns of several names. Give another name.")
         return Shelf(text.rstrip("/"), fs, inner.rstrip("/"), dict(storage_options or {}))
     if storage_options:
         raise ConfigError(
             f"storage_options={dict(storage_options)!r} are for URLs, but {text} is a local path. Leave them out."
         )
     return Folder(Path(text))
+
+
+def place_among(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None) -> Place:
+    """As `place`, of one of several paths whose URLs, if any, the options are for."""
+    return place(path, storage_options=storage_options if is_url(path) else None)
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a path names its protocol."""
+    return "://" in os.fspath(path)
 
 
 class Folder:
@@ -107,6 +137,30 @@ class Folder:
 
     def __str__(self) -> str:
         return str(self.path)
+
+    def __repr__(self) -> str:
+        return f"Folder({str(self.path)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Folder) and self.path == other.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    def __truediv__(self, name: str) -> Folder:
+        return Folder(self.path / name)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def parent(self) -> Folder:
+        # Of "." and "..", pathlib says ".".
+        return Folder(self.path.parent if len(self.path.parts) > 1 else Path(os.path.abspath(self.path)).parent)
+
+    def read_bytes(self) -> bytes:
+        return self.path.read_bytes()
 
     def begin(self) -> str:
         draft = sibling(self.path, "saving")
@@ -126,7 +180,7 @@ class Folder:
     def commit(self, draft: str, summary: Mapping[str, Any]) -> None:
         self.write(draft, SUMMARY, json.dumps(summary, indent=1).encode())
         _sync_folder(Path(draft))
-        former = _put(Path(draft), self.path)
+        former = put(Path(draft), self.path)
         try:
             _sync_folder(self.path.parent)
         except OSError:
@@ -159,89 +213,13 @@ class Folder:
     def open(self, name: str) -> IO[bytes]:
         return (self.path / name).open("rb")
 
-    def beside(self) -> list[str]:
-        if not self.path.parent.is_dir():
+    def age(self) -> tuple[int, float]:
+        return self.summary()["global_step"], (self.path / SUMMARY).stat().st_mtime
+
+    def whole(self) -> list[Place]:
+        if not self.path.is_dir():
             return []
-        return sorted(str(path) for path in self.path.parent.iterdir() if Folder(path).is_whole())
-
-
-class Shelf:
-    """A checkpoint in a store that writes whole objects but cannot rename.
-
-    Args:
-        url: of the checkpoint.
-        fs: fsspec's file system.
-        path: the URL as `fs` wants it.
-        options: that made `fs`.
-    """
-
-    def __init__(self, url: str, fs: Any, path: str, options: dict[str, Any]) -> None:
-        self.url, self.path = url, path
-        self._fs, self._options = fs, options
-
-    def __str__(self) -> str:
-        return self.url
-
-    def begin(self) -> str:
-        draft = "b" if self._marker().get("part") == "a" else "a"
-        self._delete(f"{self.path}/{draft}")
-        return draft
-
-    def writer(self, draft: str) -> FileSystemWriter:
-        # An object is stored when it is closed: there is nothing to flush to a disk of this machine.
-        return FsspecWriter(f"{self.url}/{draft}", sync_files=False, **self._options)
-
-    def write(self, draft: str, name: str, content: bytes) -> None:
-        self._fs.makedirs(f"{self.path}/{draft}", exist_ok=True)
-        self._fs.pipe_file(f"{self.path}/{draft}/{name}", content)
-
-    def commit(self, draft: str, summary: Mapping[str, Any]) -> None:
-        former = self._marker().get("part")
-        self._fs.pipe_file(f"{self.path}/{SUMMARY}", json.dumps({**summary, "part": draft}, indent=1).encode())
-        if former is not None:
-            with contextlib.suppress(OSError):
-                self._delete(f"{self.path}/{former}")
-
-    def remove(self) -> None:
-        self._delete(f"{self.path}/{SUMMARY}")
-        self._delete(self.path)
-
-    def is_whole(self) -> bool:
-        return "part" in self._marker()
-
-    def summary(self) -> dict[str, Any]:
-        return self._marker()
-
-    def reader(self) -> FileSystemReader:
-        return FsspecReader(f"{self.url}/{self._part()}", **self._options)
-
-    def open(self, name: str) -> IO[bytes]:
-        return self._fs.open(f"{self.path}/{self._part()}/{name}", "rb")
-
-    def beside(self) -> list[str]:
-        parent, _, _ = self.url.rpartition("/")
-        inner, _, _ = self.path.rpartition("/")
-        self._fs.invalidate_cache()
-        try:
-            names = [os.path.basename(found.rstrip("/")) for found in self._fs.ls(inner, detail=False)]
-        except FileNotFoundError:
-            return []
-        shelves = [Shelf(f"{parent}/{name}", self._fs, f"{inner}/{name}", self._options) for name in names]
-        return sorted(str(shelf) for shelf in shelves if shelf.is_whole())
-
-    def _part(self) -> str:
-        return self._marker()["part"]
-
-    def _marker(self) -> dict[str, Any]:
-        self._fs.invalidate_cache()
-        try:
-            return json.loads(self._fs.cat_file(f"{self.path}/{SUMMARY}"))
-        except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
-            return {}
-
-    def _delete(self, path: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self._fs.rm(path, recursive=True)
+        return [found for path in sorted(self.path.iterdir()) if (found := Folder(path)).is_whole()]
 
 
 def sibling(path: Path, kind: str) -> Path:
@@ -257,8 +235,12 @@ def delete(path: Path) -> None:
         path.unlink()
 
 
-def _put(draft: Path, path: Path) -> Path | None:
-    """Give a folder its place; where to find what was there before, if anything."""
+def put(draft: Path, path: Path) -> Path | None:
+    """Give a folder or link its place, in one step where the system can.
+
+    Returns:
+        Where to find what was there before, if anything.
+    """
     if not path.exists() and not path.is_symlink():
         os.rename(draft, path)
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ MODEL, OPTIMIZER, COPIES = "model.", "optimizer.", "copies."
 
 
 def read_plain(
-    path: str | os.PathLike[str], *, optimizer: bool, map_location: Any = None, weights_only: bool = True
+    path: store.AnyPlace, *, optimizer: bool, map_location: Any = None, weights_only: bool = True
 ) -> dict[str, Any]:
     """The whole checkpoint, as `torch.load` of a plain .ckpt would give it; needs no process group.
 
@@ -43,7 +42,7 @@ def read_plain(
 
 
 def read_in_turn(
-    path: str | os.PathLike[str],
+    path: store.AnyPlace,
     names: Sequence[str],
     *,
     batch_bytes: int = 256 * 2**20,

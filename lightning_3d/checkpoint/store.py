@@ -10,7 +10,7 @@ NAME/                    what `is_committed` accepts
 .NAME.removed/           a removal under way
 .NAME.replaced/          the former NAME between two renames, where the file system cannot swap two names
 
-Below a URL, the files of NAME/ are one folder deeper (see `places`).
+Below a URL, the files of NAME/ are one folder deeper (see `shelf`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from lightning_3d.checkpoint import unpickling
-from lightning_3d.checkpoint.places import METADATA, SUMMARY, Folder, Place, delete, place, sibling
+from lightning_3d.checkpoint.places import METADATA, SUMMARY, Folder, Place, delete, place, put, sibling
 from lightning_3d.checkpoint.together import together
 from lightning_3d.checkpoint.writing import EXTRA, Contents, packed, rank_file, write
 from lightning_3d.errors import CheckpointError
@@ -125,21 +125,22 @@ def require_committed(path: AnyPlace) -> None:
     what = "is a folder but holds no whole checkpoint" if exists else "does not exist"
     if isinstance(where, Folder):
         put_back(where.path.parent)
-    raise CheckpointError(f"{where} {what}. Whole checkpoints beside it: {', '.join(where.beside()) or 'none'}.")
+    beside = ", ".join(map(str, where.parent.whole()))
+    raise CheckpointError(f"{where} {what}. Whole checkpoints beside it: {beside or 'none'}.")
 
 
-def committed(folder: Path) -> list[Path]:
-    """Whole checkpoints in a folder, by step and then by time; puts back what a killed replacement had moved aside."""
-    if not folder.is_dir():
-        return []
-    put_back(folder)
-    found = [path for path in folder.iterdir() if is_committed(path)]
-    return sorted(found, key=_age)
+def committed(*folders: AnyPlace) -> list[Place]:
+    """Whole checkpoints in folders, by step and then by time; puts back what a killed replacement had moved aside."""
+    places = [_place(folder) for folder in folders]
+    for where in places:
+        if isinstance(where, Folder):
+            put_back(where.path)
+    return sorted((found for where in places for found in where.whole()), key=lambda found: found.age())
 
 
-def newest(folder: Path) -> Path | None:
-    """The committed checkpoint of the highest step in a folder, or None."""
-    found = committed(folder)
+def newest(*folders: AnyPlace) -> Place | None:
+    """The committed checkpoint of the highest step in folders, or None."""
+    found = committed(*folders)
     return found[-1] if found else None
 
 
@@ -175,13 +176,25 @@ def set_aside_leftovers(folder: Path) -> list[Path]:
     for draft in drafts:
         name = draft.name.removeprefix(".").removesuffix(".saving")
         # What a swap has left is the former checkpoint: the new one is in its place.
-        if (draft / SUMMARY).exists() and is_committed(folder / name) and _age(draft) <= _age(folder / name):
+        new = Folder(folder / name)
+        if (draft / SUMMARY).exists() and new.is_whole() and Folder(draft).age() <= new.age():
             delete(draft)
             continue
         aside = sibling(folder / name, "unfinished")
         os.rename(draft, aside)
         found.append(aside)
     return found
+
+
+def link(path: Path, target: Path) -> None:
+    """A symbolic link to a checkpoint, in one step instead of what has its name; by one rank."""
+    # What a kill leaves of it is deleted by the next start.
+    new = sibling(path, "removed")
+    delete(new)
+    os.symlink(os.path.relpath(target, path.parent), new)
+    former = put(new, path)
+    if former is not None:
+        delete(former)
 
 
 def remove(path: AnyPlace) -> None:
@@ -206,7 +219,3 @@ def _reader(where: Place) -> Any:
 
     reader.read_metadata = read_metadata
     return reader
-
-
-def _age(path: Path) -> tuple[int, float]:
-    return Folder(path).summary()["global_step"], (path / SUMMARY).stat().st_mtime

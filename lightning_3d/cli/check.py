@@ -14,6 +14,7 @@ import torch
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 
+from lightning_3d.checkpoint.places import is_url
 from lightning_3d.cli.config import closest, value_at
 from lightning_3d.cli.fit import check_batch, check_end, check_lengths, check_model
 from lightning_3d.cli.targets import described, matches, parameters
@@ -112,6 +113,12 @@ def check_top_level(config: Mapping[str, Any]) -> None:
         raise ConfigError(f"seed={config['seed']} is not a whole number from 0 to {2**32 - 1}. Set seed=0, say.")
     if not config["name"] or "/" in config["name"]:
         raise ConfigError(f"name={config['name']!r} is part of a folder's name, without '/'. Set name=my_run, say.")
+    for key in ("output_dir", "run_dir"):
+        if is_url(config[key] or ""):
+            raise ConfigError(
+                f"{key}={config[key]}, but run folders are on this machine. Set {key} to a local folder, and "
+                f"callbacks.checkpoint.dirpath={config[key]} for checkpoints there."
+            )
     if not config["output_dir"]:
         raise ConfigError("output_dir='' is no folder. Set output_dir=runs, say.")
 

@@ -16,11 +16,13 @@ from lightning_3d.checkpoint.export import (
     export_safetensors,
     left_out,
     model_tensors,
-    replacing,
     write_shards,
 )
 from lightning_3d.checkpoint.names import find_prefix
-from lightning_3d.cli.saved_run import find_checkpoint, run_config
+from lightning_3d.checkpoint.outputs import refuse_existing, replacing
+from lightning_3d.checkpoint.places import Place, place_among
+from lightning_3d.cli.saved_run import SavedRun, find_run
+from lightning_3d.cli.storage_options import add_storage_options, check_storage_options, parse_storage_options
 from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.models import hf_folder
 from lightning_3d.models.huggingface import read_config
@@ -36,28 +38,37 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.jso
 def main(argv: Sequence[str]) -> int:
     """Mistakes in the call, and a checkpoint that cannot be exported, are raised as errors of ours."""
     arguments = _parser().parse_args(list(argv))
-    source, out = find_checkpoint(arguments.checkpoint), Path(arguments.out)
-    EXPORTS[arguments.to](source, out, arguments)
-    print(f"{source} -> {out}", flush=True)
+    options = parse_storage_options(arguments.storage_options)
+    run, out = (
+        find_run(arguments.checkpoint, storage_options=options),
+        place_among(arguments.out, storage_options=options),
+    )
+    check_storage_options(options, run.checkpoint, out)
+    # Before the checkpoint is read.
+    refuse_existing(out)
+    EXPORTS[arguments.to](run, out, arguments)
+    print(f"{run.checkpoint} -> {out}", flush=True)
     return 0
 
 
-def to_ckpt(source: Path, out: Path, arguments: argparse.Namespace) -> None:
+def to_ckpt(run: SavedRun, out: Place, arguments: argparse.Namespace) -> None:
     """Plain Lightning's file."""
     _refuse(arguments, "dtype", "config_from", "shard_size")
-    export_ckpt(source, out, weights_only=arguments.weights_only)
+    export_ckpt(run.checkpoint, out, weights_only=arguments.weights_only)
 
 
-def to_safetensors(source: Path, out: Path, arguments: argparse.Namespace) -> None:
+def to_safetensors(run: SavedRun, out: Place, arguments: argparse.Namespace) -> None:
     """One file with the module's own names."""
     _refuse(arguments, "config_from", "shard_size", "weights_only")
+    source = run.checkpoint
     export_safetensors(source, out, names={name: name for name in model_tensors(source)}, dtype=_dtype(arguments))
     _tell_left_out(left_out(source))
 
 
-def to_hf(source: Path, out: Path, arguments: argparse.Namespace) -> None:
+def to_hf(run: SavedRun, out: Place, arguments: argparse.Namespace) -> None:
     """A folder that `transformers` loads."""
     _refuse(arguments, "weights_only")
+    source = run.checkpoint
     extra = store.load_extra(source)
     model = _counterpart(extra.get("hyper_parameters", {}), arguments.config_from)
     own = model_tensors(source)
@@ -90,14 +101,15 @@ def to_hf(source: Path, out: Path, arguments: argparse.Namespace) -> None:
         saved = store.saved_tensors(source)
         dtype = dtype or saved[f"model.{next(iter(names))}"].properties.dtype
         hf_folder.write_config(draft, model.config, dtype=dtype)
-        _write_tokenizer(draft, source, model.folder)
+        _write_tokenizer(draft, run.config, model.folder)
     tied = {prefix + model.own_name(name) for name in hf_folder.all_names(model.config)} - names.keys()
     _tell_left_out([*left_out(source), *(name for name in own if name not in names and name not in tied)])
 
 
-def to_peft(source: Path, out: Path, arguments: argparse.Namespace) -> None:
+def to_peft(run: SavedRun, out: Place, arguments: argparse.Namespace) -> None:
     """The LoRA adapters alone, as `PeftModel.from_pretrained` loads them onto their base model."""
     _refuse(arguments, "weights_only", "config_from", "shard_size")
+    source = run.checkpoint
     own = model_tensors(source)
     names = adapter_names(own)
     if not names:
@@ -116,7 +128,7 @@ def to_peft(source: Path, out: Path, arguments: argparse.Namespace) -> None:
     _tell_left_out([*left_out(source), *(name for name in own if name not in names)])
 
 
-EXPORTS: dict[str, Callable[[Path, Path, argparse.Namespace], None]] = {
+EXPORTS: dict[str, Callable[[SavedRun, Place, argparse.Namespace], None]] = {
     "hf": to_hf,
     "ckpt": to_ckpt,
     "safetensors": to_safetensors,
@@ -137,14 +149,13 @@ def _counterpart(hyper_parameters: Any, folder: str | None) -> hf_folder.Counter
     return found
 
 
-def _write_tokenizer(draft: Path, source: Path, folder: Path | None) -> None:
+def _write_tokenizer(draft: Path, config: dict[str, Any] | None, folder: Path | None) -> None:
     """The tokenizer of the folder that the model is from, else that of the run's data."""
     from lightning_3d.cli.build import build
 
     files = [folder / name for name in _TOKENIZER if (folder / name).is_file()] if folder is not None else []
     for file in files:
         shutil.copy(file, draft / file.name)
-    config = run_config(source)
     if any(file.name == "tokenizer.json" for file in files) or config is None:
         return
     data = build(config["data"])
@@ -181,11 +192,18 @@ def _parser() -> argparse.ArgumentParser:
         "(Trainer.fit(ckpt_path=OUT)) and load_from_checkpoint loads it. peft: "
         "LoRA adapters alone. safetensors: weights by the module's names.",
     )
-    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint folder, or a run folder (its newest one)")
-    parser.add_argument("out", metavar="OUT", help="a new folder (hf, peft) or file; it appears when all is written")
+    parser.add_argument(
+        "checkpoint", metavar="CKPT", help="a checkpoint, or a run folder (its newest one): a path or URL"
+    )
+    parser.add_argument(
+        "out",
+        metavar="OUT",
+        help="a new folder (hf, peft) or file, or its URL; below a URL it is written to TMPDIR first",
+    )
     parser.add_argument("--to", required=True, choices=list(EXPORTS))
     parser.add_argument("--dtype", choices=list(_DTYPES), help="of the weights; default: as saved")
     parser.add_argument("--config-from", metavar="FOLDER", help="hf: a folder with the model's config.json, tokenizer")
     parser.add_argument("--shard-size", metavar="GB", type=float, help="hf: of one file of weights at most; default 5")
+    add_storage_options(parser)
     parser.add_argument("--weights-only", action="store_true", help="ckpt: without optimizer states and averages")
     return parser

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
+from lightning_3d.checkpoint.places import Place, place_among
 from lightning_3d.checkpoint.plain import read_plain
 from lightning_3d.cli.build import build
-from lightning_3d.cli.saved_run import find_checkpoint, read_config, run_config
+from lightning_3d.cli.saved_run import find_run, read_config
+from lightning_3d.cli.storage_options import add_storage_options, check_storage_options, parse_storage_options
 from lightning_3d.cli.targets import described, matches
 from lightning_3d.errors import ConfigError
 from lightning_3d.models.generation import check_sampling, generate_tokens, longest_input
@@ -41,6 +43,12 @@ def main(argv: Sequence[str]) -> int:
     if any(argument in ("-h", "--help") for argument in argv):
         print(help_text())
         return 0
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_storage_options(parser)
+    try:
+        options, argv = parser.parse_known_args(list(argv))
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error}. See lightning-3d generate --help.") from error
     # A checkpoint's name has a "=" too, as in step=50.ckpt.
     settings = tuple(f"{field.name}=" for field in fields(Request))
     named = [argument for argument in argv if not argument.startswith(settings)]
@@ -50,14 +58,18 @@ def main(argv: Sequence[str]) -> int:
             f"with any of {', '.join(settings)}..."
         )
     request = parse([argument for argument in argv if argument not in named])
-    checkpoint = find_checkpoint(named[0])
-    config = read_config(Path(request.config)) if request.config else run_config(checkpoint)
+    storage_options = parse_storage_options(options.storage_options)
+    run = find_run(named[0], storage_options=storage_options)
+    config = run.config
+    check_storage_options(storage_options, run.checkpoint)
+    if request.config:
+        config = read_config(place_among(request.config, storage_options=storage_options))
     if config is None:
         raise ConfigError(
-            f"{checkpoint} lies in no run folder, so nothing tells its model and tokenizer. Give config=CONFIG.yaml, "
-            "the config.yaml of the run that made it."
+            f"{run.checkpoint} lies in no run folder, so nothing tells its model and tokenizer. Give config=FILE, the "
+            "config.yaml of the run that made it, or that run's folder instead of the checkpoint."
         )
-    print(generate(checkpoint, config, request), flush=True)
+    print(generate(run.checkpoint, config, request), flush=True)
     return 0
 
 
@@ -81,7 +93,7 @@ def parse(arguments: Sequence[str]) -> Request:
     return request
 
 
-def generate(checkpoint: Path, config: Mapping[str, Any], request: Request) -> str:
+def generate(checkpoint: Place, config: Mapping[str, Any], request: Request) -> str:
     """The prompt and what the model writes after it.
 
     Raises:
@@ -121,10 +133,11 @@ def help_text() -> str:
     """Usage, settings and examples."""
     return "\n".join(
         [
-            "usage: lightning-3d generate CKPT prompt=TEXT [key=value ...]",
+            "usage: lightning-3d generate CKPT prompt=TEXT [key=value ...] [--storage-options KEY=VALUE]",
             "",
-            "Writes text with the model of a checkpoint folder of any layout, or of a run folder's newest, in one",
-            "process. The model and its tokenizer are those of the run folder.",
+            "Writes text with the model of a checkpoint of any layout, or of a run folder's newest, in one process.",
+            "The model and its tokenizer are those of the run folder. CKPT is a path or a URL that fsspec knows, whose",
+            "file system takes --storage-options (repeated, or one JSON object).",
             "",
             "  prompt          the text to go on from",
             "  max_new_tokens  default 64",
@@ -137,5 +150,6 @@ def help_text() -> str:
             "examples:",
             "  lightning-3d generate runs/stdlib_gpt-20260101-120000 prompt='def '",
             "  lightning-3d generate runs/.../checkpoints/step=150.ckpt prompt='import ' temperature=0",
+            "  lightning-3d generate s3://bucket/step=150.ckpt config=c.yaml prompt='def ' --storage-options anon=true",
         ]
     )

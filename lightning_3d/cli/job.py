@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_3d.checkpoint.places import place_among
 from lightning_3d.cli import run_folder
 from lightning_3d.cli.check import check_config, check_layout, check_parts, check_top_level, number_of_processes
 from lightning_3d.cli.config import (
@@ -119,15 +120,16 @@ def prepare(arguments: Sequence[str], *, folder: Path | None = None) -> tuple[st
         _apply_layout(config, given={key_of(override) for override in overrides})
     goes_on = found is not None
     folder = found or run_folder.new_run(config)
-    run_folder.check_writable("output_dir" if config["run_dir"] is None else "run_dir", folder)
-    checkpoint = run_folder.checkpoint_to_resume(config, folder) if goes_on or config["resume"] != "auto" else None
+    run_folder.check_writable("output_dir" if config["run_dir"] is None else "run_dir", str(folder))
     config["run_dir"] = str(folder)
-    config["resume"] = None if checkpoint is None else str(checkpoint)
     config = resolve(config)
     check_config(config)
+    _name_local_folders(config)
     for key in _FOLDERS:
         if (path := value_at(config, key)) is not None:
-            run_folder.check_writable(key, Path(path))
+            run_folder.check_writable(key, path)
+    checkpoint = run_folder.checkpoint_to_resume(config, folder, goes_on=goes_on)
+    config["resume"] = None if checkpoint is None else str(checkpoint)
     # The next resume asks anew which checkpoint is the newest.
     kept = [override for override in overrides if key_of(override) not in ("resume", "run_dir")]
     return recipe, kept, config, folder
@@ -140,6 +142,14 @@ def _check_strategy(layout: str, overrides: Sequence[str]) -> None:
             f"layout={layout} and strategy={chosen} each say how the model is laid out. Leave out one of them; "
             "strategy=3d goes with every layout."
         )
+
+
+def _name_local_folders(config: dict[str, Any]) -> None:
+    """Write file:///a as /a: Lightning would take it for a path below the working folder."""
+    for node in config["callbacks"].values():
+        if node and node.get("dirpath"):
+            options = value_at(config, "strategy.storage_options")
+            node["dirpath"] = str(place_among(node["dirpath"], storage_options=options))
 
 
 def _apply_layout(config: dict[str, Any], *, given: set[str]) -> None:

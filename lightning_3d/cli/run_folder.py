@@ -14,6 +14,8 @@ from typing import Any
 import yaml
 
 from lightning_3d.checkpoint import store
+from lightning_3d.checkpoint.places import Folder, Place, is_url, place_among
+from lightning_3d.cli.config import resolve, value_at
 from lightning_3d.errors import ConfigError
 
 CONFIG = "config.yaml"
@@ -29,21 +31,23 @@ def find_run(config: Mapping[str, Any]) -> Path | None:
     """The existing run folder that ``resume`` means, or None where there is none to go on with.
 
     Raises:
-        ConfigError: ``resume`` is a path without a whole checkpoint.
+        ConfigError: ``resume`` is a path or URL without a whole checkpoint.
     """
     if config["resume"] is None:
         return None
     if config["resume"] != "auto":
-        path = Path(config["resume"])
-        if not store.is_committed(path):
-            beside = store.committed(path.parent) if path.parent.is_dir() else []
+        where = place_among(config["resume"], storage_options=_storage_options(resolve(dict(config))))
+        if not where.is_whole():
+            beside = ", ".join(map(str, where.parent.whole()))
             raise ConfigError(
-                f"resume={config['resume']}: no whole checkpoint is there. "
-                f"Beside it: {', '.join(map(str, beside)) or 'none'}. Set resume=auto for the newest of a run folder."
+                f"resume={config['resume']}: no whole checkpoint is there. Beside it: {beside or 'none'}. "
+                "Set resume=auto for the newest of a run folder."
             )
         # A checkpoint elsewhere starts a new run; one in a run folder goes on with that run.
-        folder = path.absolute().parent.parent
-        if path.absolute().parent.name != CHECKPOINTS or not (folder / CONFIG).exists():
+        if not isinstance(where, Folder):
+            return None
+        folder = where.path.absolute().parent.parent
+        if where.path.absolute().parent.name != CHECKPOINTS or not (folder / CONFIG).exists():
             return None
         if config["run_dir"] is not None and Path(config["run_dir"]).absolute() != folder:
             raise ConfigError(
@@ -62,19 +66,9 @@ def find_run(config: Mapping[str, Any]) -> Path | None:
 
 
 def new_run(config: Mapping[str, Any]) -> Path:
-    """The folder for a new run: ``run_dir``, or one that is named after the run and the time.
-
-    Raises:
-        ConfigError: ``run_dir`` holds checkpoints of another run.
-    """
+    """The folder for a new run: ``run_dir``, or one that is named after the run and the time."""
     if config["run_dir"] is not None:
-        folder = Path(config["run_dir"])
-        if store.committed(folder / CHECKPOINTS):
-            raise ConfigError(
-                f"run_dir={folder} holds checkpoints of an earlier run. "
-                f"Set resume=auto to go on with it, or another run_dir to start anew."
-            )
-        return folder
+        return Path(config["run_dir"])
     return unused(Path(config["output_dir"]), stem(config["name"]))
 
 
@@ -89,8 +83,8 @@ def unused(parent: Path, stem: str) -> Path:
     return next(parent / name for name in names if not (parent / name).exists())
 
 
-def check_writable(key: str, path: Path) -> None:
-    """Refuse a folder that could not be made or written to.
+def check_writable(key: str, text: str) -> None:
+    """Refuse a folder of this machine that could not be made or written to.
 
     Args:
         key: the setting that names it.
@@ -98,8 +92,9 @@ def check_writable(key: str, path: Path) -> None:
     Raises:
         ConfigError: says what is in the way.
     """
-    if "://" in str(path):
+    if is_url(text):
         return
+    path = Path(text)
     there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     if not there.is_dir():
         raise ConfigError(f"{key}={path}: {there} is a file, so nothing can be written there. Set {key} to a folder.")
@@ -107,11 +102,54 @@ def check_writable(key: str, path: Path) -> None:
         raise ConfigError(f"{key}={path}: {there} cannot be written to. Set {key} to a folder that can.")
 
 
-def checkpoint_to_resume(config: Mapping[str, Any], folder: Path) -> Path | None:
-    """The checkpoint that a run in this folder starts from, or None for its beginning."""
-    if config["resume"] is None:
-        return None
-    return store.newest(folder / CHECKPOINTS) if config["resume"] == "auto" else Path(config["resume"])
+def checkpoint_folders(config: Mapping[str, Any], run: Place, *, storage_options: Mapping[str, Any]) -> list[Place]:
+    """Where the checkpoints of a run are: in its folder, and wherever else its callbacks save.
+
+    Args:
+        config: resolved.
+        run: its folder, which may have been moved since.
+        storage_options: for URLs, instead of those of the config.
+    """
+    nodes = [node for node in (config.get("callbacks") or {}).values() if isinstance(node, Mapping)]
+    named = dict.fromkeys(node["dirpath"] for node in nodes if node.get("dirpath"))
+    options = storage_options or _storage_options(config)
+    folders = [run / CHECKPOINTS]
+    for path in named:
+        inside = not is_url(path) and Path(path).is_relative_to(config["run_dir"])
+        found = run / os.path.relpath(path, config["run_dir"]) if inside else place_among(path, storage_options=options)
+        folders += [] if found in folders else [found]
+    return folders
+
+
+def checkpoint_to_resume(config: Mapping[str, Any], folder: Path, *, goes_on: bool) -> Place | None:
+    """The checkpoint that a run in this folder starts from, or None for its beginning.
+
+    Args:
+        config: resolved and checked.
+        goes_on: whether the folder is that of an earlier run.
+
+    Raises:
+        ConfigError: a run that is to start anew would save among checkpoints of another.
+    """
+    folders = checkpoint_folders(config, Folder(folder), storage_options={})
+    if config["resume"] == "auto":
+        return store.newest(*folders)
+    chosen = None
+    if config["resume"] is not None:
+        chosen = place_among(config["resume"], storage_options=_storage_options(config))
+    if not goes_on and (chosen is None or chosen.parent not in folders):
+        for number, there in enumerate(folders):
+            if store.committed(there):
+                key, value = ("callbacks.checkpoint.dirpath", there) if number else ("run_dir", folder)
+                raise ConfigError(
+                    f"{key}={value} holds checkpoints of an earlier run. "
+                    f"Set resume=auto to go on with it, or another {key} to start anew."
+                )
+    return chosen
+
+
+def _storage_options(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return value_at(config, "strategy.storage_options") or {}
 
 
 def write_config(folder: Path, config: Mapping[str, Any], *, recipe: str, overrides: list[str]) -> Path:

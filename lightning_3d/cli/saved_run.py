@@ -2,48 +2,69 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from lightning_3d.checkpoint import store
-from lightning_3d.cli.run_folder import CHECKPOINTS, CONFIG
+from lightning_3d.checkpoint.places import Place, place_among
+from lightning_3d.cli.run_folder import CHECKPOINTS, CONFIG, checkpoint_folders
 from lightning_3d.errors import CheckpointError, ConfigError
 
 
-def find_checkpoint(text: str) -> Path:
-    """The checkpoint folder at a path, or the newest one of a run folder.
+@dataclass(frozen=True)
+class SavedRun:
+    """
+    Args:
+        checkpoint: whole.
+        config: resolved, of the run folder that was named or that the checkpoint lies in; None where it lies elsewhere.
+    """
+
+    checkpoint: Place
+    config: dict[str, Any] | None
+
+
+def find_run(text: str, *, storage_options: Mapping[str, Any]) -> SavedRun:
+    """The checkpoint at a path or URL, or the newest one of a run folder, wherever that run saves.
+
+    Args:
+        storage_options: for URLs, instead of those in the run's config.
 
     Raises:
         CheckpointError: no whole checkpoint is there.
     """
-    path = Path(text)
-    if (path / CHECKPOINTS).is_dir():
-        newest = store.newest(path / CHECKPOINTS)
-        if newest is None:
-            raise CheckpointError(f"{path} is a run folder without a whole checkpoint.")
-        return newest
-    store.require_committed(path)
-    return path
+    where = place_among(text, storage_options=storage_options)
+    if where.is_whole():
+        run = where.parent.parent if where.parent.name == CHECKPOINTS else None
+        return SavedRun(where, None if run is None else _config_in(run))
+    config = _config_in(where)
+    newest = store.newest(*checkpoint_folders(config or {}, where, storage_options=storage_options))
+    if newest is None and config is not None:
+        raise CheckpointError(f"{where} is a run folder without a whole checkpoint.")
+    if newest is None:
+        store.require_committed(where)
+    assert newest is not None
+    return SavedRun(newest, config)
 
 
-def run_config(checkpoint: Path) -> dict[str, Any] | None:
-    """The resolved config of the run folder that a checkpoint lies in, or None where it lies elsewhere."""
-    file = checkpoint.absolute().parent.parent / CONFIG
-    if checkpoint.absolute().parent.name != CHECKPOINTS or not file.is_file():
-        return None
-    return read_config(file)
-
-
-def read_config(file: Path) -> dict[str, Any]:
+def read_config(file: Place) -> dict[str, Any]:
     """
     Raises:
         ConfigError: the file is not there, or no config of a run.
     """
-    if not file.is_file():
-        raise ConfigError(f"there is no file {file}. Give the config.yaml of a run folder.")
-    config = yaml.safe_load(file.read_text())
+    try:
+        config = yaml.safe_load(file.read_bytes())
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise ConfigError(f"there is no file {file}. Give the config.yaml of a run folder.") from error
     if not isinstance(config, dict) or not {"model", "data"} <= config.keys():
         raise ConfigError(f"{file} has no model and data. Give the config.yaml of a run folder.")
     return config
+
+
+def _config_in(folder: Place) -> dict[str, Any] | None:
+    try:
+        return read_config(folder / CONFIG)
+    except ConfigError:
+        return None

@@ -158,7 +158,7 @@ def help_text() -> str:
         "  name, seed, output_dir, run_dir",
         "  layout=NAME       all sizes at once: dp2, zero3x2, hsdp2x2 (replicas x shards), tp2, pp2@interleaved1f1b,",
         "                    zero3x2-tp2-pp2, ...; sets the processes too",
-        "  resume=auto       go on with the newest checkpoint of the run folder; resume=PATH with that one",
+        "  resume=auto       go on with the newest checkpoint of the run folder; resume=PATH (or a URL) with that one",
         "",
         "sweep (-m, --multirun): a run for each combination of values, one after the other",
         "  key=a,b           values; also range() and glob(), and interval() with hydra/sweeper=optuna",

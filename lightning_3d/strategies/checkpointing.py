@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_3d.checkpoint import store
 from lightning_3d.checkpoint.background import BackgroundWriter
-from lightning_3d.checkpoint.places import place
+from lightning_3d.checkpoint.places import Place, is_url, place, place_among
 from lightning_3d.checkpoint.random_state import set_random_state
 from lightning_3d.checkpoint.together import together
 from lightning_3d.checkpoint.writing import write
@@ -28,6 +28,7 @@ from lightning_3d.parallel.share import Share
 from lightning_3d.strategies.mesh_strategy import MeshStrategy
 from lightning_3d.strategies.saving import dictionary, resume
 from lightning_3d.strategies.saving.averaging import leave_averages_to_strategy, refuse_whole_averages
+from lightning_3d.strategies.saving.links import Links
 from lightning_3d.strategies.saving.selection import Selection, agree_on_best, pick_last_of_committed, tell_leftovers
 from lightning_3d.strategies.saving.weights import load_weights_
 from lightning_3d.strategies.saving.windows import SaveAtWindowEnd
@@ -63,6 +64,7 @@ class CheckpointingStrategy(MeshStrategy):
         self._background = BackgroundWriter(new_group=partial(new_group, backend="gloo"))
         self._selection = Selection()
         self._windows = SaveAtWindowEnd()
+        self._links = Links(self._selection, saving=lambda: self._background.busy or self._windows.waiting)
         self._weights_only: bool | None = None
         # Checkpoints that callbacks want removed, once the one under way is whole.
         self._removals: list[Any] = []
@@ -94,7 +96,7 @@ class CheckpointingStrategy(MeshStrategy):
         assert self.lightning_module is not None
         HERE.enter("saving a checkpoint")
         path = self.broadcast(os.fspath(filepath))
-        where = place(path, storage_options=storage_options or self.options_for(path))
+        where = place(path, storage_options=storage_options) if storage_options else self.place(path)
         if self._windows.postpone(self.lightning_module.trainer, checkpoint, path, storage_options):
             return
         # At most one is under way; and a failed one is not overtaken in silence.
@@ -122,7 +124,7 @@ class CheckpointingStrategy(MeshStrategy):
         if not self.is_global_zero:
             return
         try:
-            store.remove(place(filepath, storage_options=self.options_for(filepath)))
+            store.remove(self.place(filepath))
         except OSError as error:
             # Training can go on, and other ranks know nothing of this.
             rank_zero_warn(f"the checkpoint {filepath} could not be removed and stays: {error}.")
@@ -136,6 +138,8 @@ class CheckpointingStrategy(MeshStrategy):
 
     def _committed(self) -> None:
         self._selection.commit()
+        if self.is_global_zero:
+            self._links.move()
         removals, self._removals = self._removals, []
         for filepath in removals:
             self._remove(filepath)
@@ -148,11 +152,12 @@ class CheckpointingStrategy(MeshStrategy):
         except CheckpointError:
             self._selection.restore()
             self._removals.clear()
+            self._links.forget()
             raise
 
-    def options_for(self, path: Any) -> dict[str, Any] | None:
-        """The storage options, where a path is a URL."""
-        return self._storage_options if "://" in os.fspath(path) else None
+    def place(self, path: Any) -> Place:
+        """Of a checkpoint, with the storage options where it is a URL."""
+        return place_among(path, storage_options=self._storage_options)
 
     # ------------------------------------------------------------------ in the course of a run
 
@@ -175,11 +180,13 @@ class CheckpointingStrategy(MeshStrategy):
     def _check_callbacks(self, trainer: L.Trainer) -> None:
         refuse_whole_averages(trainer)
         pick_last_of_committed(trainer, storage_options=self._storage_options)
+        self._links.take_over(trainer.checkpoint_callbacks)
         for callback in trainer.checkpoint_callbacks:
-            if self._async_checkpoint and getattr(callback, "save_last", None) == "link":
+            _, wrong, path = os.fspath(getattr(callback, "dirpath", None) or "").partition("/file:/")
+            if wrong:
                 raise ConfigError(
-                    "ModelCheckpoint(save_last='link') links to what async_checkpoint=True has not written yet. "
-                    "Set save_last=True, or async_checkpoint=False."
+                    f"{type(callback).__name__}(dirpath='file:///{path}') means a folder {callback.dirpath} to "  # type: ignore[attr-defined]
+                    f"Lightning. Set dirpath='/{path}'."
                 )
 
     def setup_environment(self) -> None:
@@ -196,9 +203,10 @@ class CheckpointingStrategy(MeshStrategy):
         callbacks = self.lightning_module.trainer.checkpoint_callbacks
         self._selection.propose(callbacks)
         self._selection.commit()
+        self._links.forget()
         if self.is_global_zero:
             for folder in {getattr(callback, "dirpath", None) for callback in callbacks}:
-                if folder is not None and "://" not in os.fspath(folder):
+                if folder is not None and not is_url(folder):
                     tell_leftovers(Path(folder))
         self.barrier()
 
@@ -227,6 +235,7 @@ class CheckpointingStrategy(MeshStrategy):
     # ------------------------------------------------------------------ loading
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        HERE.enter("loading a checkpoint")
         path = self.broadcast(os.fspath(checkpoint_path))
         weights_only = self._weights_only if weights_only is None else weights_only
         checkpoint = resume.load(self, path, weights_only=weights_only)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from lightning_3d.checkpoint import optimizer_state as flat_state
 from lightning_3d.checkpoint import store
 from lightning_3d.checkpoint.names import saved_name
-from lightning_3d.checkpoint.places import place
+from lightning_3d.checkpoint.places import is_url
 from lightning_3d.checkpoint.together import together
 from lightning_3d.errors import CheckpointError
 from lightning_3d.strategies.saving import plain_files
@@ -48,10 +48,10 @@ def load(strategy: CheckpointingStrategy, path: str, *, weights_only: bool | Non
     `on_load_checkpoint` may rename or reshape them.
     """
     assert strategy.lightning_module is not None
-    if "://" not in path and plain_files.is_plain(Path(path)):
+    if not is_url(path) and plain_files.is_plain(Path(path)):
         return plain_files.load(strategy, Path(path), weights_only=weights_only)
     restricted = weights_only is not False
-    where = place(path, storage_options=strategy.options_for(path))
+    where = strategy.place(path)
     store.require_committed(where)
     strategy.share.reshard()
     saved = store.saved_tensors(where)

@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_3d.checkpoint import store
-from lightning_3d.checkpoint.places import place
+from lightning_3d.checkpoint.places import place_among
 
 _BEST = (
     "best_k_models", "kth_best_model_path", "kth_value", "best_model_path", "best_model_score", "current_score",
@@ -40,6 +40,12 @@ class Selection:
         self._proposed = [
             (callback, _noted(callback)) for callback in callbacks if isinstance(callback, ModelCheckpoint)
         ]
+
+    def linked(self, callback: ModelCheckpoint) -> None:
+        """A callback has noted its link after it had the newest saved: the two belong together."""
+        for other, noted in self._proposed:
+            if other is callback:
+                noted["last_model_path"] = callback.last_model_path
 
     def commit(self) -> None:
         """The newest is saved."""
@@ -104,13 +110,10 @@ def _last(trainer: L.Trainer, storage_options: dict[str, Any] | None) -> str | N
         if not isinstance(callback, ModelCheckpoint):
             continue
         folder = os.fspath(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
-        if "://" not in folder:
-            store.put_back(Path(folder))
         pattern = re.compile(rf"{re.escape(callback.CHECKPOINT_NAME_LAST)}(-.*)?{re.escape(callback.FILE_EXTENSION)}")
-        options = storage_options if "://" in folder else None
-        for path in place(os.path.join(folder, "any"), storage_options=options).beside():
-            if pattern.fullmatch(os.path.basename(path)):
-                found[path] = place(path, storage_options=options).summary().get("time", 0.0)
+        for whole in store.committed(place_among(folder, storage_options=storage_options)):
+            if pattern.fullmatch(whole.name):
+                found[str(whole)] = whole.summary().get("time", 0.0)
     for other in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(other, OnExceptionCheckpoint) and store.is_committed(other.ckpt_path):
             found[other.ckpt_path] = store.summary(other.ckpt_path).get("time", 0.0)
