@@ -14,6 +14,7 @@ from training import ordered, run, trainer_for, whole_weights
 
 from lightning_3d import Layout
 from lightning_3d.errors import ConfigError
+from lightning_3d.strategies.saving.averaging import _is_at
 
 pytestmark = pytest.mark.distributed
 
@@ -92,6 +93,22 @@ def test_average_is_saved_and_goes_on_in_another_layout(tmp_path: Path, saved: s
     whole = united([rank["end"] for rank in expected])
     ranks = run(loaded, fit, tmp_path / "rest", "ema", tmp_path / "whole" / "step=3.ckpt", 5)
     assert_close([rank["end"] for rank in ranks], whole)
+
+
+@pytest.mark.parametrize("layout", ["zero3x2", "tp2-pp2", "single"])
+def test_average_in_a_plain_ckpt_goes_on_in_any_layout(tmp_path: Path, layout: str) -> None:
+    # Of the end of an epoch: inside of one, plain Lightning keeps no position in the data.
+    (expected,) = run(None, fit, tmp_path / "one", "ema", None, 7)
+    ranks = run(layout, fit, tmp_path / "rest", "ema", tmp_path / "one" / "step=5.ckpt", 7)
+    assert_close([rank["end"] for rank in ranks], expected["end"])
+    assert_close([rank["trained"][0] for rank in ranks], expected["trained"][5])
+
+
+def test_a_device_without_a_number_is_any_of_its_kind() -> None:
+    here = torch.device("cuda", 0)
+    for wanted, fits in (("cuda", True), ("cuda:0", True), ("cuda:1", False), ("cpu", False)):
+        assert _is_at(here, torch.device(wanted)) == fits
+    assert _is_at(torch.device("cpu"), torch.device("cpu"))
 
 
 def refused(layout: str, folder: Path) -> str:

@@ -178,3 +178,37 @@ def test_a_prefix_is_found_and_two_are_refused() -> None:
     assert find_prefix(stored, stored) == ""
     with pytest.raises(CheckpointError, match="several places.*ema.net.*net."):
         find_prefix(stored, [*own, *(f"ema.{name}" for name in own)])
+
+
+class Opinion:
+    """Nothing that torch loads unasked."""
+
+
+def with_objects(_: None, path: Path) -> None:
+    module, kept = Tied(), {"hyper_parameters": {"opinion": Opinion()}}
+    summary = {"format": 1, "global_step": 0, "epoch": 0, "layout": "single", "world_size": 1}
+    state = {f"model.{name}": value for name, value in module.state_dict().items()}
+    store.save(path, state, extra=kept, rank_state={}, summary=summary)
+
+
+@pytest.mark.distributed
+def test_objects_are_exported_only_if_trusted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path, out = tmp_path / "some.ckpt", tmp_path / "out.ckpt"
+    run(None, with_objects, path)
+    assert main(["export", str(path), "--to", "ckpt", str(out)]) == 2
+    told = capsys.readouterr().err
+    assert "Opinion" in told and "--trust" in told and "trust=true" in told and not out.exists()
+    assert main(["export", str(path), "--to", "ckpt", str(out), "--trust"]) == 0
+    assert isinstance(torch.load(out, weights_only=False)["hyper_parameters"]["opinion"], Opinion)
+    assert main(["export", str(path), "--to", "safetensors", str(tmp_path / "x"), "--trust"]) == 2
+    # What else is wrong with it is told once it is loaded.
+    assert main(["export", str(path), "--to", "hf", str(tmp_path / "x")]) == 2
+    assert "--trust" in capsys.readouterr().err
+    assert main(["export", str(path), "--to", "hf", str(tmp_path / "x"), "--trust"]) == 2
+    assert "--config-from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "nan", "inf", "x"])
+def test_sizes_of_files_that_mean_nothing_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture, size: str) -> None:
+    assert main(["export", str(tmp_path), "--to", "hf", str(tmp_path / "x"), "--shard-size", size]) == 2
+    assert f"'{size}' is no positive number of gigabytes" in capsys.readouterr().err

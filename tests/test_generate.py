@@ -15,10 +15,11 @@ from training import ordered, run, trainer_for
 
 from lightning_3d import Layout
 from lightning_3d.callbacks import SampleText
+from lightning_3d.checkpoint import store
 from lightning_3d.cli import main
-from lightning_3d.cli.generate import parse
+from lightning_3d.cli.generate import generate, parse
 from lightning_3d.data.tokenizer import train_tokenizer
-from lightning_3d.errors import ConfigError
+from lightning_3d.errors import ConfigError, LaunchError
 from lightning_3d.models.generation import generate_tokens
 from lightning_3d.models.language_model import LanguageModel
 
@@ -138,3 +139,33 @@ def refused(_: str | None) -> str:
 @pytest.mark.distributed
 def test_a_module_that_gives_no_logits_is_refused_before_training() -> None:
     assert "token_logits" in run(None, refused)[0]
+
+
+class Opinion:
+    """Nothing that torch loads unasked."""
+
+
+def untrusted(_: None, path: Path, trust: bool) -> str:
+    settings = {"vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_sequence_length": 16}
+    state = {f"model.{name}": value for name, value in built(LanguageModel(settings)).state_dict().items()}
+    kept = {"hyper_parameters": {"opinion": Opinion()}}
+    store.save(path, state, extra=kept, rank_state={}, summary={"global_step": 1})
+    model = {"_target_": "lightning_3d.models.language_model.LanguageModel", "config": settings}
+    data = {"_target_": "test_generate.Texts", "replicas": 1}
+    request = ["prompt=def ", "max_new_tokens=2", f"trust={str(trust).lower()}"]
+    return generate(path, {"model": model, "data": data}, parse(request))
+
+
+def built(module: L.LightningModule) -> L.LightningModule:
+    module.configure_model()
+    return module
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_with_objects_is_written_from_only_if_trusted(tmp_path: Path) -> None:
+    (text,) = run(None, untrusted, tmp_path / "step=1.ckpt", True)
+    assert text.startswith("def ")
+    with pytest.raises(LaunchError, match="trust=true"):
+        run(None, untrusted, tmp_path / "step=1.ckpt", False)
+    with pytest.raises(ConfigError, match="trust='maybe'"):
+        parse(["prompt=a", "trust=maybe"])

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from local_shelf import LocalShelf, register
 from modules import Rows, TinyGPT
 from training import ordered, run, trainer_for, whole_weights
@@ -18,6 +18,7 @@ from lightning_3d.checkpoint import store
 from lightning_3d.checkpoint.places import Folder, place
 from lightning_3d.checkpoint.shelf import Shelf
 from lightning_3d.errors import CheckpointError, ConfigError
+from lightning_3d.strategies.saving.selection import _last
 
 pytestmark = pytest.mark.distributed
 register()
@@ -96,8 +97,24 @@ def test_kinds_of_places_and_wrong_ones(tmp_path: Path) -> None:
         place("nowhere://x")
     with pytest.raises(CheckpointError, match="for patterns of several names"):
         place("memory://x/step=[1]")
-    with pytest.raises(ConfigError, match="storage_options=.* are for URLs, but .* is a local path"):
-        place(tmp_path, storage_options={"token": 1})
+    for local in (tmp_path, f"file://{tmp_path}", f"local://{tmp_path}"):
+        with pytest.raises(ConfigError, match="storage_options=.* are for URLs of other .*, but .* is a local path"):
+            place(local, storage_options={"token": 1})
+
+
+def test_the_last_checkpoint_is_found_with_the_options_of_its_store(tmp_path: Path) -> None:
+    url = f"shelf://{tmp_path}/runs"
+    save(place(f"{url}/on_exception.ckpt", storage_options={"token": "secret"}), 1.0)
+    LocalShelf.clear_instance_cache()
+    LocalShelf.tokens.clear()
+    here: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    trainer = trainer_for("single", callbacks=[OnExceptionCheckpoint(url)], **here)
+    assert _last(trainer, {"token": "secret"}) == f"{url}/on_exception.ckpt"
+    assert set(LocalShelf.tokens) == {"secret"}
+    # Options of a store are none of a local folder's.
+    save(f"file://{tmp_path}/on_exception.ckpt", 1.0)
+    trainer = trainer_for("single", callbacks=[OnExceptionCheckpoint(f"file://{tmp_path}")], **here)
+    assert _last(trainer, {"token": "secret"}) == f"file://{tmp_path}/on_exception.ckpt"
 
 
 def test_a_file_url_that_lightning_takes_for_a_name_is_refused(tmp_path: Path) -> None:

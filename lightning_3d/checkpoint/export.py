@@ -25,19 +25,28 @@ BATCH_BYTES = 256 * 2**20
 
 
 def export_ckpt(
-    source: store.AnyPlace, out: store.AnyPlace, *, weights_only: bool = False, batch_bytes: int = BATCH_BYTES
+    source: store.AnyPlace,
+    out: store.AnyPlace,
+    *,
+    weights_only: bool = False,
+    trust: bool = False,
+    batch_bytes: int = BATCH_BYTES,
 ) -> None:
     """Write a plain Lightning .ckpt, optimizer states included, that a stock Trainer resumes from.
+
+    Args:
+        weights_only: without optimizer states and averages.
+        trust: load objects too, which can run code of whoever wrote them.
 
     Its tensors go through a file beside `out`, as large as it, from which they are mapped while torch writes.
 
     Raises:
-        CheckpointError: `out` exists, or the optimizer's numbers are not known.
+        CheckpointError: `out` exists, the optimizer's numbers are not known, or there are objects and no `trust`.
     """
     saved = store.saved_tensors(source)
     wanted = [name for name in saved if name.startswith(MODEL) or not weights_only]
     tensors = [name for name in wanted if is_tensor(saved[name])]
-    extra = store.load_extra(source)
+    extra = store.load_extra(source, weights_only=not trust)
     # Before anything is written.
     assemble(extra, dict.fromkeys(wanted), optimizer=not weights_only)
     with replacing(out) as draft:
@@ -45,8 +54,8 @@ def export_ckpt(
         try:
             entries = {name: (saved[name].size, saved[name].properties.dtype) for name in tensors}
             write_safetensors(raw, entries, read_in_turn(source, tensors, batch_bytes=batch_bytes))
-            others = read_in_turn(source, [name for name in wanted if name not in entries], batch_bytes=batch_bytes)
-            values = dict(others)
+            others = [name for name in wanted if name not in entries]
+            values = dict(read_in_turn(source, others, batch_bytes=batch_bytes, weights_only=not trust))
             with safe_open(raw, framework="pt", device="cpu") as file:
                 mapped = {name: file.get_tensor(name) for name in tensors}
             values.update(mapped)

@@ -20,6 +20,15 @@ def saved_name(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
+def own_names(names: Iterable[str]) -> dict[str, str]:
+    """A module's names by what they are saved as.
+
+    >>> own_names(["net._orig_mod.weight", "scale"])
+    {'net.weight': 'net._orig_mod.weight', 'scale': 'scale'}
+    """
+    return {saved_name(name): name for name in names}
+
+
 def find_prefix(stored: Collection[str], own: Collection[str]) -> str:
     """What the stored names lack in front to be the module's own ("model." of a LightningModule, say).
 

@@ -6,11 +6,12 @@ param_groups.<parameter>.<option>   the options of the group that the parameter 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_3d.errors import CheckpointError
@@ -25,9 +26,7 @@ def flatten(optimizer: Optimizer, *, names: Names) -> dict[str, Any]:
         name = names[parameter]
         for entry, value in optimizer.state.get(parameter, {}).items():
             flat[f"state.{name}.{entry}"] = value
-        for option, value in group.items():
-            if option != "params":
-                flat[f"param_groups.{name}.{option}"] = value
+        flat.update({f"param_groups.{name}.{option}": value for option, value in options_of(group).items()})
     return flat
 
 
@@ -38,47 +37,72 @@ def template(optimizer: Optimizer, *, names: Names, saved: Mapping[str, Any]) ->
         saved: names and sizes in the checkpoint, without the optimizer's prefix.
 
     Raises:
-        CheckpointError: parameters that the checkpoint's optimizer did not have.
+        CheckpointError: parameters that the checkpoint's optimizer did not have, or entries that cannot be sharded as
+            their parameters are.
     """
     wanted = {names[parameter]: parameter for parameter, _ in _parameters(optimizer, names)}
     room: dict[str, Any] = {}
     known: set[str] = set()
     for key, entry in saved.items():
-        kind, _, rest = key.partition(".")
-        name, _, _ = rest.rpartition(".")
+        kind, name, _ = _parts(key)
         if name not in wanted:
             continue
         known.add(name)
-        room[key] = _room(wanted[name], entry) if kind == "state" else None
+        room[key] = _room(wanted[name], entry, key=key) if kind == "state" else None
     if missing := sorted(set(wanted) - known):
         raise CheckpointError(f"the checkpoint has no optimizer state for {', '.join(missing)}.")
     return room
 
 
-def restore_(optimizer: Optimizer, flat: Mapping[str, Any], *, names: Names) -> None:
-    """Give an optimizer the state and options that were loaded into its `template`."""
-    for parameter, group in _parameters(optimizer, names):
-        name = names[parameter]
-        prefix = f"state.{name}."
-        entries = {key.removeprefix(prefix): value for key, value in flat.items() if key.startswith(prefix)}
-        if entries:
-            optimizer.state[parameter] = entries
-        prefix = f"param_groups.{name}."
-        group.update({key.removeprefix(prefix): value for key, value in flat.items() if key.startswith(prefix)})
+def restore_(
+    optimizer: Optimizer, flat: Mapping[str, Any], *, names: Names, groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Give an optimizer the state and options that were loaded into its `template`.
+
+    torch's own `load_state_dict` does it: its rules tell where an entry lies and of which dtype it is, and what an
+    optimizer does besides when it is loaded is done.
+
+    Args:
+        groups: options of each group, for those that have no parameter on this rank.
+
+    Raises:
+        CheckpointError: parameters of one group were saved with unlike options, or an entry is for no parameter here.
+    """
+    found: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
+    for key, value in flat.items():
+        kind, name, entry = _parts(key)
+        found[kind].setdefault(name, {})[entry] = value
+    known = {names[parameter] for parameter, _ in _parameters(optimizer, names)}
+    if unknown := sorted({*found["state"], *found["param_groups"]} - known):
+        raise CheckpointError(f"the optimizer has no parameters {', '.join(unknown)}, whose state was loaded.")
+    state: dict[int, dict[str, Any]] = {}
+    packed: list[dict[str, Any]] = []
+    number = 0
+    for index, group in enumerate(optimizer.param_groups):
+        saved: dict[str, Any] | None = None
+        first = number
+        for parameter in group["params"]:
+            name = names.get(parameter, "")
+            if name in found["state"]:
+                state[number] = found["state"][name]
+            mine = found["param_groups"].get(name)
+            if saved is not None and mine is not None and saved != mine:
+                raise CheckpointError(
+                    f"{name} was saved with other options than the rest of group {index}: {mine}, not {saved}. "
+                    "Make the groups that the saved optimizer had."
+                )
+            saved = mine if saved is None else saved
+            number += 1
+        # Groups are known by their parameters; by their order, where this rank has none of them.
+        if saved is None and len(groups) == len(optimizer.param_groups):
+            saved = dict(groups[index])
+        packed.append({**options_of(group), **(saved or {}), "params": list(range(first, number))})
+    optimizer.load_state_dict({"state": state, "param_groups": packed})
 
 
-def options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The options of each group, in order."""
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-
-
-def restore_empty_groups_(optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
-    """Give groups that have no parameter on this rank their options: `restore_` finds groups by their parameters."""
-    if len(saved) != len(optimizer.param_groups):
-        return
-    for group, known in zip(optimizer.param_groups, saved, strict=True):
-        if not any(parameter.numel() for parameter in group["params"]):
-            group.update(known)
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group: without its parameters, which are not the same on all ranks."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _parameters(optimizer: Optimizer, names: Names) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
@@ -89,11 +113,31 @@ def _parameters(optimizer: Optimizer, names: Names) -> Iterator[tuple[torch.Tens
                 yield parameter, group
 
 
-def _room(parameter: torch.Tensor, saved: Any) -> torch.Tensor | None:
+def _parts(key: str) -> tuple[str, str, str]:
+    kind, _, rest = key.partition(".")
+    name, _, entry = rest.rpartition(".")
+    return kind, name, entry
+
+
+def _room(parameter: torch.Tensor, saved: Any, *, key: str) -> torch.Tensor | None:
     if not isinstance(saved, TensorStorageMetadata):
         return None
     dtype = saved.properties.dtype
     if saved.size == parameter.shape and saved.size:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    # A step count is kept on the CPU by torch's optimizers unless they are fused or capturable.
+    require_shardable(parameter, saved.size, key=key)
     return torch.zeros(saved.size, dtype=dtype)
+
+
+def require_shardable(parameter: torch.Tensor, size: torch.Size, *, key: str) -> None:
+    """
+    Raises:
+        CheckpointError: an entry of a sharded parameter's state is shaped otherwise, so that nobody knows its shards.
+    """
+    if isinstance(parameter, DTensor) and size != parameter.shape and size.numel() > 1:
+        raise CheckpointError(
+            f"{key} is shaped {tuple(size)}, its parameter {tuple(parameter.shape)}. Such a state cannot be sharded: "
+            "go on in a layout that keeps parameters whole (dpN, ppN, or one process), or with an optimizer whose "
+            "moments are shaped as its parameters. If this optimizer's are, it was built over other parameters, or in "
+            "another order."
+        )

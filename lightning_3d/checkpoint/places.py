@@ -20,6 +20,8 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from lightning_3d.errors import CheckpointError, ConfigError
 
 SUMMARY, METADATA = "checkpoint.json", ".metadata"
+# Protocols of this machine's own files.
+_LOCAL = ("file://", "local://")
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
@@ -92,9 +94,14 @@ def place(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | 
 
     Raises:
         CheckpointError: no such protocol, its package is not installed, or a name that is a pattern.
-        ConfigError: options for a local path.
+        ConfigError: options for a local path, as a URL of this machine's files is too.
     """
     text = os.fspath(path)
+    if storage_options and not _takes_options(text):
+        raise ConfigError(
+            f"storage_options={dict(storage_options)!r} are for URLs of other file systems, but {text} is a local "
+            "path. Leave them out."
+        )
     if is_url(text):
         from fsspec.core import url_to_fs
 
@@ -105,28 +112,28 @@ def place(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | 
             raise CheckpointError(
                 f"{text}: {error}. Give a local path, install what serves that protocol, or set other storage options."
             ) from error
-        if text.startswith(("file://", "local://")):
+        if text.startswith(_LOCAL):
             return Folder(Path(inner))
         from lightning_3d.checkpoint.shelf import Shelf
 
         if any(sign in inner for sign in "*?["):
             raise CheckpointError(f"{text}: fsspec takes * ? [ for patterns of several names. Give another name.")
         return Shelf(text.rstrip("/"), fs, inner.rstrip("/"), dict(storage_options or {}))
-    if storage_options:
-        raise ConfigError(
-            f"storage_options={dict(storage_options)!r} are for URLs, but {text} is a local path. Leave them out."
-        )
     return Folder(Path(text))
 
 
 def place_among(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None) -> Place:
-    """As `place`, of one of several paths whose URLs, if any, the options are for."""
-    return place(path, storage_options=storage_options if is_url(path) else None)
+    """As `place`, of one of several paths whose URLs of other file systems, if any, the options are for."""
+    return place(path, storage_options=storage_options if _takes_options(path) else None)
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Whether a path names its protocol."""
     return "://" in os.fspath(path)
+
+
+def _takes_options(path: str | os.PathLike[str]) -> bool:
+    return is_url(path) and not os.fspath(path).startswith(_LOCAL)
 
 
 class Folder:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_3d.checkpoint import store
+from lightning_3d.checkpoint.names import own_names, saved_name
 from lightning_3d.errors import CheckpointError
+
+T = TypeVar("T")
 
 MODEL, OPTIMIZER, COPIES = "model.", "optimizer.", "copies."
 
@@ -84,7 +88,9 @@ def assemble(extra: Mapping[str, Any], values: Mapping[str, Any], *, optimizer: 
     orders = checkpoint.pop("optimizer_parameters", [])
     # Positions of loaders that are shared out over ranks, which stock loaders know nothing of.
     checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
-    checkpoint["state_dict"] = below(values, MODEL)
+    # Of a compiled module, whose own names they must be again: it is loaded by stock code, as is what it saves.
+    own = own_names(checkpoint.pop("compiled_names", []))
+    checkpoint["state_dict"] = {own.get(name, name): value for name, value in below(values, MODEL).items()}
     if not optimizer:
         return checkpoint
     states = below(values, OPTIMIZER)
@@ -93,10 +99,27 @@ def assemble(extra: Mapping[str, Any], values: Mapping[str, Any], *, optimizer: 
             _numbered(below(states, f"{index}."), order, options)
             for index, (order, options) in enumerate(zip(orders, groups, strict=True))
         ]
-    for key, value in below(values, COPIES).items():
-        entry, _, name = key.partition(".")
-        checkpoint.setdefault(entry, {})[name] = value
+    for entry, copy in by_copy(below(values, COPIES)).items():
+        checkpoint[entry] = {own.get(name, name): value for name, value in copy.items()}
     return checkpoint
+
+
+def copy_key(entry: str, name: str) -> str:
+    """What a tensor of a further state of the module is saved as; dots in the entry's name are no separators."""
+    return f"{COPIES}{entry.replace('%', '%25').replace('.', '%2E')}.{name}"
+
+
+def by_copy(values: Mapping[str, T]) -> dict[str, dict[str, T]]:
+    """What is below `COPIES`, by entry and name.
+
+    >>> by_copy({copy_key("my.ema", "net.weight").removeprefix(COPIES): 1})
+    {'my.ema': {'net.weight': 1}}
+    """
+    found: dict[str, dict[str, T]] = {}
+    for key, value in values.items():
+        entry, _, name = key.partition(".")
+        found.setdefault(unquote(entry), {})[name] = value
+    return found
 
 
 def below(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -115,11 +138,12 @@ def _numbered(flat: Mapping[str, Any], order: list[list[str]] | None, options: l
     for key, value in below(flat, "state.").items():
         name, _, entry = key.rpartition(".")
         entries.setdefault(name, {})[entry] = value
-    numbers = {name: number for number, name in enumerate(name for names in order for name in names)}
+    named = [[saved_name(name) for name in names] for names in order]
+    numbers = {name: number for number, name in enumerate(name for names in named for name in names)}
     return {
         "state": {numbers[name]: found for name, found in entries.items()},
         "param_groups": [
-            {**group, "params": [numbers[name] for name in names]} for group, names in zip(options, order, strict=True)
+            {**group, "params": [numbers[name] for name in names]} for group, names in zip(options, named, strict=True)
         ],
     }
 

@@ -54,7 +54,8 @@ def load(file: IO[bytes], *, name: str, weights_only: bool) -> Any:
         raise CheckpointError(
             f"{name} holds more than tensors and plain values, and loading that can run code of whoever wrote it "
             f"({found or 'unknown classes'}). If you trust the file, pass weights_only=False, as in "
-            "trainer.fit(..., ckpt_path=..., weights_only=False)."
+            "trainer.fit(..., ckpt_path=..., weights_only=False), or to the command line --trust (lightning-3d export) "
+            "or trust=true (lightning-3d generate)."
         ) from error
 
 

@@ -54,12 +54,12 @@ def main(argv: Sequence[str]) -> int:
 def to_ckpt(run: SavedRun, out: Place, arguments: argparse.Namespace) -> None:
     """Plain Lightning's file."""
     _refuse(arguments, "dtype", "config_from", "shard_size")
-    export_ckpt(run.checkpoint, out, weights_only=arguments.weights_only)
+    export_ckpt(run.checkpoint, out, weights_only=arguments.weights_only, trust=arguments.trust)
 
 
 def to_safetensors(run: SavedRun, out: Place, arguments: argparse.Namespace) -> None:
     """One file with the module's own names."""
-    _refuse(arguments, "config_from", "shard_size", "weights_only")
+    _refuse(arguments, "config_from", "shard_size", "weights_only", "trust")
     source = run.checkpoint
     export_safetensors(source, out, names={name: name for name in model_tensors(source)}, dtype=_dtype(arguments))
     _tell_left_out(left_out(source))
@@ -69,7 +69,7 @@ def to_hf(run: SavedRun, out: Place, arguments: argparse.Namespace) -> None:
     """A folder that `transformers` loads."""
     _refuse(arguments, "weights_only")
     source = run.checkpoint
-    extra = store.load_extra(source)
+    extra = store.load_extra(source, weights_only=not arguments.trust)
     model = _counterpart(extra.get("hyper_parameters", {}), arguments.config_from)
     own = model_tensors(source)
     if adapter_names(own):
@@ -96,7 +96,7 @@ def to_hf(run: SavedRun, out: Place, arguments: argparse.Namespace) -> None:
     dtype = _dtype(arguments)
     with replacing(out) as draft:
         draft.mkdir()
-        shard_bytes = int(float(arguments.shard_size or 5) * 10**9)
+        shard_bytes = int((5 if arguments.shard_size is None else arguments.shard_size) * 10**9)
         write_shards(source, draft, names=names, dtype=dtype, shard_bytes=shard_bytes)
         saved = store.saved_tensors(source)
         dtype = dtype or saved[f"model.{next(iter(names))}"].properties.dtype
@@ -114,7 +114,7 @@ def to_peft(run: SavedRun, out: Place, arguments: argparse.Namespace) -> None:
     names = adapter_names(own)
     if not names:
         raise CheckpointError(f"{source} has no LoRA adapters. Export all of its weights with --to hf.")
-    hyper_parameters = store.load_extra(source).get("hyper_parameters", {})
+    hyper_parameters = store.load_extra(source, weights_only=not arguments.trust).get("hyper_parameters", {})
     settings = hyper_parameters.get("lora")
     if not settings and settings != {}:
         raise CheckpointError(
@@ -170,8 +170,20 @@ def _dtype(arguments: argparse.Namespace) -> torch.dtype | None:
 
 def _refuse(arguments: argparse.Namespace, *names: str) -> None:
     for name in names:
-        if getattr(arguments, name):
+        # Not by its truth: a 0 was given too.
+        if getattr(arguments, name) is not None and getattr(arguments, name) is not False:
             raise ConfigError(f"--{name.replace('_', '-')} means nothing with --to {arguments.to}. Leave it out.")
+
+
+def _gigabytes(text: str) -> float:
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    # A bound, for infinity and NaN.
+    if not 0 < size <= 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of gigabytes. Write --shard-size 5, say")
+    return size
 
 
 def _tell_left_out(names: Sequence[str]) -> None:
@@ -203,7 +215,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--to", required=True, choices=list(EXPORTS))
     parser.add_argument("--dtype", choices=list(_DTYPES), help="of the weights; default: as saved")
     parser.add_argument("--config-from", metavar="FOLDER", help="hf: a folder with the model's config.json, tokenizer")
-    parser.add_argument("--shard-size", metavar="GB", type=float, help="hf: of one file of weights at most; default 5")
+    parser.add_argument(
+        "--shard-size", metavar="GB", type=_gigabytes, help="hf: of one file of weights at most; default 5"
+    )
     add_storage_options(parser)
+    parser.add_argument(
+        "--trust", action="store_true", help="load objects of the hyper-parameters, which can run code of their writer"
+    )
     parser.add_argument("--weights-only", action="store_true", help="ckpt: without optimizer states and averages")
     return parser

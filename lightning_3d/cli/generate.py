@@ -27,6 +27,7 @@ class Request:
 
     Args:
         config: the config.yaml of a run folder, where the checkpoint does not lie in one.
+        trust: load objects of the checkpoint too, which can run code of whoever wrote them.
     """
 
     prompt: str
@@ -36,6 +37,7 @@ class Request:
     seed: int = 0
     device: str = "cpu"
     config: str | None = None
+    trust: bool = False
 
 
 def main(argv: Sequence[str]) -> int:
@@ -78,7 +80,13 @@ def parse(arguments: Sequence[str]) -> Request:
     Raises:
         ConfigError: a setting that is missing or of the wrong type.
     """
-    kinds: Mapping[str, Any] = {"max_new_tokens": int, "temperature": float, "top_k": int | None, "seed": int}
+    kinds: Mapping[str, Any] = {
+        "max_new_tokens": int,
+        "temperature": float,
+        "top_k": int | None,
+        "seed": int,
+        "trust": bool,
+    }
     given: dict[str, Any] = {}
     for argument in arguments:
         name, _, text = argument.partition("=")
@@ -107,7 +115,7 @@ def generate(checkpoint: Place, config: Mapping[str, Any], request: Request) -> 
             "and a data module with a tokenizer. It can be loaded with load_from_checkpoint()."
         )
     module.configure_model()
-    state = read_plain(checkpoint, optimizer=False)["state_dict"]
+    state = read_plain(checkpoint, optimizer=False, weights_only=not request.trust)["state_dict"]
     module.load_state_dict(state)
     # In the precision that it was trained in.
     dtype = next(value.dtype for value in state.values() if value.is_floating_point())
@@ -146,6 +154,7 @@ def help_text() -> str:
             "  seed            of the choices; default 0",
             "  device          default cpu",
             "  config          the config.yaml of a run, where the checkpoint lies in no run folder",
+            "  trust           load objects of the checkpoint, which can run code of their writer; default false",
             "",
             "examples:",
             "  lightning-3d generate runs/stdlib_gpt-20260101-120000 prompt='def '",

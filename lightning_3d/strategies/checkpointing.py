@@ -156,7 +156,7 @@ class CheckpointingStrategy(MeshStrategy):
             raise
 
     def place(self, path: Any) -> Place:
-        """Of a checkpoint, with the storage options where it is a URL."""
+        """Of a checkpoint, with the storage options where it is a URL of another file system."""
         return place_among(path, storage_options=self._storage_options)
 
     # ------------------------------------------------------------------ in the course of a run
@@ -254,6 +254,6 @@ class CheckpointingStrategy(MeshStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
-        resume.load_optimizers(self, checkpoint["optimizer_states"])
+        resume.load_optimizers(self, checkpoint)
         # The loops were restored just before.
         resume.leave_finished_epoch(self.lightning_module.trainer)

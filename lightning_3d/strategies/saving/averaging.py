@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.local import local_tensor
 from lightning_3d.parallel.share import Share
+from lightning_3d.strategies.saving.weights import placed
 
 
 def refuse_whole_averages(trainer: L.Trainer) -> None:
@@ -43,7 +44,7 @@ def average_shards(trainer: L.Trainer, share: Share) -> None:
     for callback in _averaging(trainer):
         device = callback._device
         here = next(share.module.parameters(), torch.zeros(0)).device
-        if device is not None and torch.device(device) != here:
+        if device is not None and not _is_at(here, torch.device(device)):
             raise ConfigError(
                 f"{type(callback).__name__}(device={device!r}) is not where the weights are ({here}). Leave it out: "
                 "the average is sharded as the weights are."
@@ -103,10 +104,10 @@ class _Averaged:
 
     def __init__(self, module: nn.Module, parts: list[torch.Tensor]) -> None:
         originals = [*module.parameters(), *module.buffers()]
-        placed = [_placed_as(original, part) for original, part in zip(originals, parts, strict=True)]
+        averages = [_placed_as(original, part) for original, part in zip(originals, parts, strict=True)]
         count = len(list(module.parameters()))
-        self._parameters, self._buffers = placed[:count], placed[count:]
-        by_id = {id(original): average for original, average in zip(originals, placed, strict=True)}
+        self._parameters, self._buffers = averages[:count], averages[count:]
+        by_id = {id(original): average for original, average in zip(originals, averages, strict=True)}
         named = {
             **dict(module.named_parameters(remove_duplicate=False)),
             **dict(module.named_buffers(remove_duplicate=False)),
@@ -126,7 +127,12 @@ class _Averaged:
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
         for name, average in self._by_name.items():
             if strict or name in state:
-                average.copy_(state[name])
+                average.copy_(placed(state[name], average))
+
+
+def _is_at(here: torch.device, wanted: torch.device) -> bool:
+    """Without a number, any device of the kind."""
+    return here.type == wanted.type and wanted.index in (None, here.index)
 
 
 def _placed_as(original: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,15 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
+from lightning_3d.checkpoint.names import saved_name
+from lightning_3d.checkpoint.optimizer_state import options_of, require_shardable
+from lightning_3d.checkpoint.together import together
 from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.models.weight_files import INDEX, SINGLE, open_torch_file, open_weights
 from lightning_3d.parallel.local import local_tensor, part_like
-from lightning_3d.strategies.saving.weights import by_own_names, load_weights_, parameter_names
+from lightning_3d.strategies.saving.copies import parts_of_copies
+from lightning_3d.strategies.saving.saved_groups import require_as_many
+from lightning_3d.strategies.saving.weights import by_own_names, found_within, load_weights_, parameter_names
 
 if TYPE_CHECKING:
     from lightning_3d.strategies.checkpointing import CheckpointingStrategy
@@ -46,7 +51,8 @@ def is_plain(path: Path) -> bool:
 def load(strategy: CheckpointingStrategy, path: Path, *, weights_only: bool | None) -> dict[str, Any]:
     """Lightning's checkpoint dictionary from a file or folder of another format; collective.
 
-    Tensors of the model are whole and mapped from the file: `load_weights_` reads this rank's parts.
+    Tensors of the model are whole and mapped from the file: `load_weights_` reads this rank's parts. Of further states
+    of the module, averages of its weights, say, this rank's parts are given.
 
     Raises:
         CheckpointError: nothing readable is there, it does not fit, or it has no optimizer state that `fit` needs.
@@ -57,7 +63,9 @@ def load(strategy: CheckpointingStrategy, path: Path, *, weights_only: bool | No
     if path.is_file() and path.suffix != ".safetensors":
         checkpoint = open_torch_file(path, weights_only=weights_only)
     if "state_dict" not in checkpoint:
-        checkpoint = {"state_dict": by_own_names(strategy, open_weights(path))}
+        checkpoint = {"state_dict": found_within(strategy, open_weights(path))}
+    checkpoint["state_dict"] = by_own_names(strategy, checkpoint["state_dict"])
+    checkpoint.update(parts_of_copies(strategy, checkpoint))
     if fitting and "optimizer_states" not in checkpoint:
         raise CheckpointError(
             f"{path} holds weights alone, no optimizer state and no loops to go on with. To start from its weights, "
@@ -65,26 +73,28 @@ def load(strategy: CheckpointingStrategy, path: Path, *, weights_only: bool | No
         )
     if fitting:
         saved = checkpoint["optimizer_states"]
-        if len(saved) != len(strategy.optimizers):
-            raise CheckpointError(
-                f"{path} has {len(saved)} optimizers, configure_optimizers() gave {len(strategy.optimizers)}."
-            )
-        checkpoint["optimizer_states"] = [
-            _by_name(strategy, optimizer, state, source=str(path))
-            for optimizer, state in zip(strategy.optimizers, saved, strict=True)
-        ]
+        orders = [names_by_group(strategy, optimizer) for optimizer in strategy.optimizers]
+
+        def by_name() -> list[dict[str, Any]]:
+            require_as_many(strategy, len(saved))
+            return [_by_name(strategy, order, state) for order, state in zip(orders, saved, strict=True)]
+
+        checkpoint["optimizer_states"] = together(by_name, f"loading checkpoint {path}")
+        checkpoint["optimizer_groups"] = [[options_of(group) for group in state["param_groups"]] for state in saved]
     return checkpoint
 
 
 def load_initial_weights_(strategy: CheckpointingStrategy, path: Path) -> None:
     """Start from the weights of a file or folder of any format but our own, which has another reader; collective."""
     assert strategy.lightning_module is not None
-    state = by_own_names(strategy, open_weights(path))
+    state = found_within(strategy, open_weights(path))
     load_weights_(strategy, state, strict=strategy.lightning_module.strict_loading, source=str(path))
 
 
 def names_by_group(strategy: CheckpointingStrategy, optimizer: Optimizer) -> list[list[str]] | None:
-    """Names of the whole model's parameters in each group of an optimizer, in order; collective under a pipeline.
+    """What the whole model's parameters are saved as, in each group of an optimizer, in order.
+
+    Collective under a pipeline.
 
     None where stages have unlike numbers of groups, or a group is not in the model's order, which alone tells in which
     order one process would have it.
@@ -97,7 +107,7 @@ def names_by_group(strategy: CheckpointingStrategy, optimizer: Optimizer) -> lis
         return mine
     ranks: list[Any] = [None] * group.size()
     dist.all_gather_object(ranks, mine, group=group)
-    place = {name: index for index, name in enumerate(strategy.share.parameter_names)}
+    place = {saved_name(name): index for index, name in enumerate(strategy.share.parameter_names)}
     # A stage that holds a tied parameter under its second name has it out of order; the first holder tells its place.
     second = {names[p] for name, p in strategy.lightning_module.named_parameters() if name in strategy.share.aliases}
     firsts = [[name for name in part if name not in second] for part in mine]
@@ -112,46 +122,34 @@ def names_by_group(strategy: CheckpointingStrategy, optimizer: Optimizer) -> lis
 
 
 def _by_name(
-    strategy: CheckpointingStrategy, optimizer: Optimizer, saved: Mapping[str, Any], *, source: str
+    strategy: CheckpointingStrategy, order: list[list[str]] | None, saved: Mapping[str, Any]
 ) -> dict[str, Any]:
     """An optimizer's state by parameter name (as `optimizer_state.flatten` has it), this rank's parts of it."""
-    groups = names_by_group(strategy, optimizer)
     numbers = [group["params"] for group in saved["param_groups"]]
-    if groups is None or [len(names) for names in groups] != [len(part) for part in numbers]:
-        theirs, ours = [len(part) for part in numbers], [len(names) for names in groups or []]
+    theirs, ours = [len(part) for part in numbers], [len(names) for names in order or []]
+    if order is None or ours != theirs:
         raise CheckpointError(
-            f"{source} has optimizer groups of {theirs} parameters; here: {ours or 'in no order of the module'}. "
+            f"there are optimizer groups of {theirs} parameters; here: {ours or 'in no order of the module'}. "
             "Build the same optimizer, its groups in the order of the module's parameters."
         )
     parameters = {name: parameter for parameter, name in parameter_names(strategy).items()}
     flat: dict[str, Any] = {}
-    misshapen = []
-    for names, part, options in zip(groups, numbers, saved["param_groups"], strict=True):
+    for names, part, group in zip(order, numbers, saved["param_groups"], strict=True):
         for name, number in zip(names, part, strict=True):
             if name not in parameters:
                 continue
-            flat.update({f"param_groups.{name}.{key}": value for key, value in options.items() if key != "params"})
+            flat.update({f"param_groups.{name}.{key}": value for key, value in options_of(group).items()})
             for entry, value in saved["state"].get(number, {}).items():
-                if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameters[name].shape:
-                    misshapen.append(f"{name}: {entry} {tuple(value.shape)} for {tuple(parameters[name].shape)}")
-                else:
-                    flat[f"state.{name}.{entry}"] = _placed(value, parameters[name])
-    if misshapen:
-        raise CheckpointError(
-            f"{source}: the optimizer's state does not fit its parameters. {'; '.join(misshapen)}. "
-            "Build the same optimizer over the same parameters in the same order."
-        )
-    for group, options in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        if not any(parameter.numel() for parameter in group["params"]):
-            group.update({key: value for key, value in options.items() if key != "params"})
+                key = f"state.{name}.{entry}"
+                flat[key] = _part(value, parameters[name], key=key)
     return flat
 
 
-def _placed(value: Any, parameter: torch.Tensor) -> Any:
+def _part(value: Any, parameter: torch.Tensor, *, key: str) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if value.shape != parameter.shape or not value.dim():
-        # A step count: torch's optimizers keep it on the CPU unless they are fused or capturable.
+        require_shardable(parameter, value.shape, key=key)
         return value.clone()
     room = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
     local_tensor(room).copy_(part_like(value, room))

@@ -19,10 +19,13 @@ from lightning_3d.checkpoint import optimizer_state as flat_state
 from lightning_3d.checkpoint import store
 from lightning_3d.checkpoint.names import saved_name
 from lightning_3d.checkpoint.places import is_url
+from lightning_3d.checkpoint.plain import COPIES, MODEL, OPTIMIZER, below, copy_key
 from lightning_3d.checkpoint.together import together
 from lightning_3d.errors import CheckpointError
 from lightning_3d.strategies.saving import plain_files
-from lightning_3d.strategies.saving.weights import load_weights_, parameter_names
+from lightning_3d.strategies.saving.copies import room_for_copies
+from lightning_3d.strategies.saving.saved_groups import follow_saved_groups_
+from lightning_3d.strategies.saving.weights import by_own_names, load_weights_, parameter_names
 
 if TYPE_CHECKING:
     from lightning_3d.strategies.checkpointing import CheckpointingStrategy
@@ -34,7 +37,7 @@ def optimizer_state(strategy: CheckpointingStrategy, optimizer: Any) -> dict[str
     """State of one optimizer by parameter name."""
     strategy.share.reshard()
     inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-    return flat_state.flatten(inner, names=_names(strategy))
+    return flat_state.flatten(inner, names=parameter_names(strategy))
 
 
 def load(strategy: CheckpointingStrategy, path: str, *, weights_only: bool | None) -> dict[str, Any]:
@@ -56,38 +59,29 @@ def load(strategy: CheckpointingStrategy, path: str, *, weights_only: bool | Non
     strategy.share.reshard()
     saved = store.saved_tensors(where)
     fitting = strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING
-    if fitting and strategy.optimizers and not _below(saved, "optimizer."):
+    if fitting and strategy.optimizers and not below(saved, OPTIMIZER):
         raise CheckpointError(
             f"{where} holds weights only (save_weights_only=True), no optimizer state to go on with. To start from "
             f"its weights, leave out ckpt_path and set ThreeDStrategy(initial_weights={str(where)!r})."
         )
     checkpoint = together(lambda: store.load_extra(where, weights_only=restricted), f"loading checkpoint {where}")
-    model = _model_room(strategy.lightning_module, _below(saved, "model."), elsewhere=strategy.share.elsewhere)
-    optimizers = []
+    model = _model_room(strategy.lightning_module, below(saved, MODEL), elsewhere=strategy.share.elsewhere)
+    optimizers: list[dict[str, Any]] = []
     if fitting:
-        _add_later_groups_(strategy, checkpoint)
-        for index, optimizer in enumerate(strategy.optimizers):
-            below = _below(saved, f"optimizer.{index}.")
-            if below:
-                optimizers.append(flat_state.template(optimizer, names=_names(strategy), saved=below))
-    state = {f"model.{key}": value for key, value in model.items()}
+        optimizers = together(lambda: _optimizers_room(strategy, checkpoint, saved), f"loading checkpoint {where}")
+    state = {f"{MODEL}{key}": value for key, value in model.items()}
     for index, flat in enumerate(optimizers):
-        state.update({f"optimizer.{index}.{key}": value for key, value in flat.items()})
-    copies = _room_for_copies(strategy.lightning_module, _below(saved, "copies.")) if fitting else {}
-    state.update({f"copies.{key}": value for key, value in copies.items()})
+        state.update({f"{OPTIMIZER}{index}.{key}": value for key, value in flat.items()})
+    copies = room_for_copies(strategy, below(saved, COPIES))
+    state.update({copy_key(entry, name): value for entry, copy in copies.items() for name, value in copy.items()})
     store.load_tensors(where, state, weights_only=restricted)
 
-    own = {saved_name(name): name for name in strategy.lightning_module.state_dict()}
-    checkpoint["state_dict"] = {own.get(key, key): state[f"model.{key}"] for key in model}
+    checkpoint["state_dict"] = by_own_names(strategy, {key: state[f"{MODEL}{key}"] for key in model})
+    checkpoint.update({entry: by_own_names(strategy, copy) for entry, copy in copies.items()})
     if optimizers:
         checkpoint["optimizer_states"] = [
-            {key: state[f"optimizer.{index}.{key}"] for key in flat} for index, flat in enumerate(optimizers)
+            {key: state[f"{OPTIMIZER}{index}.{key}"] for key in flat} for index, flat in enumerate(optimizers)
         ]
-        for optimizer, groups in zip(strategy.optimizers, checkpoint.get("optimizer_groups", []), strict=False):
-            flat_state.restore_empty_groups_(optimizer, groups)
-    for key in copies:
-        entry, _, name = key.partition(".")
-        checkpoint.setdefault(entry, {})[own[name]] = state[f"copies.{key}"]
     # Streams of random numbers continue in the same layout; another has other streams.
     if store.summary(where)["layout"] == strategy.layout.name:
         checkpoint["random_state"] = store.load_rank_state(where, rank=dist.get_rank(), weights_only=restricted)
@@ -102,25 +96,25 @@ def load_initial_weights_(strategy: CheckpointingStrategy, path: Path) -> None:
     module = strategy.lightning_module
     assert module is not None
     store.require_committed(path)
-    model = _model_room(module, _below(store.saved_tensors(path), "model."), elsewhere=strategy.share.elsewhere)
-    state: dict[str, Any] = {f"model.{key}": value for key, value in model.items()}
+    model = _model_room(module, below(store.saved_tensors(path), MODEL), elsewhere=strategy.share.elsewhere)
+    state: dict[str, Any] = {f"{MODEL}{key}": value for key, value in model.items()}
     store.load_tensors(path, state)
-    own = {saved_name(name): name for name in module.state_dict()}
-    state = {own.get(key, key): value for key, value in _below(state, "model.").items()}
-    load_weights_(strategy, state, strict=module.strict_loading, source=str(path))
+    load_weights_(strategy, by_own_names(strategy, below(state, MODEL)), strict=module.strict_loading, source=str(path))
 
 
-def load_optimizers(strategy: CheckpointingStrategy, states: list[dict[str, Any]]) -> None:
-    """
+def load_optimizers(strategy: CheckpointingStrategy, checkpoint: Mapping[str, Any]) -> None:
+    """Give all optimizers what `load` has found for them; collective.
+
     Raises:
-        CheckpointError: another number of optimizers than was saved.
+        CheckpointError: it does not fit them.
     """
-    if len(states) != len(strategy.optimizers):
-        raise CheckpointError(
-            f"the checkpoint has {len(states)} optimizers, configure_optimizers() gave {len(strategy.optimizers)}."
-        )
-    for optimizer, flat in zip(strategy.optimizers, states, strict=True):
-        flat_state.restore_(optimizer, flat, names=_names(strategy))
+    names, states = parameter_names(strategy), checkpoint["optimizer_states"]
+
+    def restore() -> None:
+        for optimizer, flat, groups in zip(strategy.optimizers, states, checkpoint["optimizer_groups"], strict=True):
+            flat_state.restore_(optimizer, flat, names=names, groups=groups)
+
+    together(restore, "loading the optimizers' states")
 
 
 def leave_finished_epoch(trainer: L.Trainer) -> None:
@@ -132,14 +126,6 @@ def leave_finished_epoch(trainer: L.Trainer) -> None:
     epochs: Any = trainer.fit_loop.epoch_progress.current
     if epochs.ready == epochs.started == epochs.processed:
         _Loop.restarting.fset(trainer.fit_loop, False)  # type: ignore[attr-defined]
-
-
-def _names(strategy: CheckpointingStrategy) -> dict[torch.Tensor, str]:
-    return {parameter: saved_name(name) for parameter, name in parameter_names(strategy).items()}
-
-
-def _below(saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    return {key.removeprefix(prefix): value for key, value in saved.items() if key.startswith(prefix)}
 
 
 def _model_room(module: nn.Module, saved: Mapping[str, Any], *, elsewhere: Collection[str]) -> dict[str, Any]:
@@ -158,20 +144,12 @@ def _model_room(module: nn.Module, saved: Mapping[str, Any], *, elsewhere: Colle
     return room
 
 
-def _add_later_groups_(strategy: CheckpointingStrategy, checkpoint: Mapping[str, Any]) -> None:
-    """Groups that were added in the course of the saved run (what a finetuning callback has unfrozen, say)."""
-    named = {name: parameter for parameter, name in _names(strategy).items()}
-    saved = zip(checkpoint.get("optimizer_groups", []), checkpoint.get("optimizer_parameters", []), strict=False)
-    for optimizer, (options, names) in zip(strategy.optimizers, saved, strict=False):
-        for index in range(len(optimizer.param_groups), len(names or [])):
-            parameters = [named[saved_name(name)] for name in names[index] if saved_name(name) in named]
-            for parameter in parameters:
-                parameter.requires_grad_(True)
-            optimizer.add_param_group({"params": parameters, **options[index]})
-
-
-def _room_for_copies(module: nn.Module, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """For this rank's parts of further states of the module: ENTRY.NAME."""
-    own = {saved_name(name): value for name, value in module.state_dict().items()}
-    names = {key: key.partition(".")[2] for key in saved}
-    return {key: torch.zeros_like(own[name], requires_grad=False) for key, name in names.items() if name in own}
+def _optimizers_room(
+    strategy: CheckpointingStrategy, checkpoint: Mapping[str, Any], saved: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    follow_saved_groups_(strategy, checkpoint)
+    names = parameter_names(strategy)
+    return [
+        flat_state.template(optimizer, names=names, saved=below(saved, f"{OPTIMIZER}{index}."))
+        for index, optimizer in enumerate(strategy.optimizers)
+    ]

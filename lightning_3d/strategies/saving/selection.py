@@ -115,6 +115,8 @@ def _last(trainer: L.Trainer, storage_options: dict[str, Any] | None) -> str | N
             if pattern.fullmatch(whole.name):
                 found[str(whole)] = whole.summary().get("time", 0.0)
     for other in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(other, OnExceptionCheckpoint) and store.is_committed(other.ckpt_path):
-            found[other.ckpt_path] = store.summary(other.ckpt_path).get("time", 0.0)
+        if isinstance(other, OnExceptionCheckpoint):
+            where = place_among(other.ckpt_path, storage_options=storage_options)
+            if where.is_whole():
+                found[other.ckpt_path] = where.summary().get("time", 0.0)
     return max(found, key=lambda path: found[path], default=None)

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.checkpoint.names import find_prefix, without_stale
+from lightning_3d.checkpoint.names import find_prefix, own_names, saved_name, without_stale
 from lightning_3d.errors import CheckpointError
 from lightning_3d.parallel.local import part_like
 
@@ -39,11 +39,11 @@ def load_weights_(strategy: CheckpointingStrategy, state: Mapping[str, Any], *, 
     for names in _tied(module, strategy.share.aliases):
         known = next((name for name in names if name in state), None)
         mine.update({name: state[known] for name in names if known is not None and name in own and name not in mine})
-    placed = {name: _placed(value, own.get(name)) for name, value in mine.items()}
+    parts = {name: placed(value, own.get(name)) for name, value in mine.items()}
     problems: list[str] = []
     try:
         with torch.no_grad():
-            left = module.load_state_dict(placed, strict=strict)
+            left = module.load_state_dict(parts, strict=strict)
         problems = [f"missing: {name}" for name in left.missing_keys]
         problems += [f"unexpected: {name}" for name in left.unexpected_keys]
         fatal = False
@@ -62,21 +62,34 @@ def load_weights_(strategy: CheckpointingStrategy, state: Mapping[str, Any], *, 
 
 
 def parameter_names(strategy: CheckpointingStrategy) -> dict[torch.Tensor, str]:
-    """The first name, in the whole model, of each parameter that this rank has."""
+    """What each parameter that this rank has is saved as: by its first name in the whole model."""
     assert strategy.lightning_module is not None
-    aliases = strategy.share.aliases
-    return {parameter: aliases.get(name, name) for name, parameter in strategy.lightning_module.named_parameters()}
+    named, aliases = strategy.lightning_module.named_parameters(), strategy.share.aliases
+    return {parameter: saved_name(aliases.get(name, name)) for name, parameter in named}
+
+
+def names_of_whole(strategy: CheckpointingStrategy) -> dict[str, str]:
+    """Names of the whole model's state, by what they are saved as."""
+    assert strategy.lightning_module is not None
+    return own_names([*strategy.lightning_module.state_dict(), *strategy.share.elsewhere])
 
 
 def by_own_names(strategy: CheckpointingStrategy, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Stored weights under the names of the module that holds their model; without caches that are computed anew.
+    """Stored weights under the names of the module, compiled or not as either may be; others keep theirs."""
+    own = names_of_whole(strategy)
+    return {own.get(saved_name(name), name): value for name, value in stored.items()}
+
+
+def found_within(strategy: CheckpointingStrategy, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Weights of a model, under the names of the module that holds it; without caches that are computed anew.
 
     Raises:
         CheckpointError: they fit in several places.
     """
     module = strategy.lightning_module
     assert module is not None
-    own = module.state_dict().keys() | strategy.share.elsewhere
+    own = names_of_whole(strategy)
+    stored = {saved_name(name): value for name, value in stored.items()}
     patterns = [
         pattern
         for part in module.modules()
@@ -84,10 +97,11 @@ def by_own_names(strategy: CheckpointingStrategy, stored: Mapping[str, Any]) -> 
     ]
     kept = [name for name in stored if name in own] + without_stale([n for n in stored if n not in own], patterns)
     prefix = find_prefix(kept, own)
-    return {prefix + name: stored[name] for name in stored if name in set(kept)}
+    return {own.get(prefix + name, prefix + name): stored[name] for name in kept}
 
 
-def _placed(value: Any, target: Any) -> Any:
+def placed(value: Any, target: Any) -> Any:
+    """What came whole, as this rank's part of it in a DTensor placed as `target`; anything else as it is."""
     came_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
     if not (came_whole and isinstance(target, DTensor) and value.shape == target.shape):
         return value

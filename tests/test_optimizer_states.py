@@ -1,0 +1,187 @@
+"""What is loaded into an optimizer is what torch itself would load, and only into the optimizer that saved it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from training import run, trainer_for, whole
+
+from lightning_3d import Layout
+from lightning_3d.checkpoint.optimizer_state import restore_
+from lightning_3d.errors import CheckpointError
+
+pytestmark = pytest.mark.distributed
+
+
+class Net(L.LightningModule):
+    """Two Linears and a learned number.
+
+    Args:
+        groups: how parameters are grouped: kind (matrices with weight decay, the rest without), layer, or one.
+        optimizer: adamw, adafactor, or two (one for each Linear).
+    """
+
+    def __init__(self, groups: str = "kind", optimizer: str = "adamw") -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.groups, self.optimizer_name = groups, optimizer
+        self.automatic_optimization = optimizer != "two"
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = (self.second(self.first(batch).relu()) * self.scale - 1).square().mean()
+        if not self.automatic_optimization:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.parameters() if p.dim() == 2]
+        rest = [p for p in self.parameters() if p.dim() < 2]
+        groups: Any = [{"params": [*matrices, *rest], "weight_decay": 0.3}]
+        if self.groups == "kind":
+            groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        if self.groups == "layer":
+            groups = [
+                {"params": [*self.first.parameters(), self.scale], "weight_decay": 0.2},
+                {"params": self.second.parameters(), "weight_decay": 0.0},
+            ]
+        if self.optimizer_name == "adafactor":
+            return torch.optim.Adafactor(groups, lr=1e-2)
+        if self.optimizer_name == "two":
+            return [torch.optim.AdamW(part.parameters()) for part in (self.first, self.second)]
+        return torch.optim.AdamW(groups, lr=1e-3)
+
+
+def fit(layout: str | None, path: Path | None, ckpt_path: Path | None, module: Any, precision: str = "64-true") -> Any:
+    """`layout` None is plain Lightning; module: arguments of `Net`."""
+    L.seed_everything(1, verbose=False)
+    net = Net(*module)
+    trainer = trainer_for(layout, max_steps=2 if ckpt_path is None else 4, precision=precision)
+    data = torch.randn(32, 4, generator=torch.Generator().manual_seed(0)).to(net.dtype)
+    loader = DataLoader(data, batch_size=8 // (Layout.parse(layout).data if layout else 1))
+    trainer.fit(net, loader, ckpt_path=ckpt_path)
+    if path is not None:
+        trainer.save_checkpoint(path)
+    names = {p: name for name, p in net.named_parameters()}
+    return {
+        "weights": {name: whole(p) for name, p in net.named_parameters()},
+        "decay": [[group["weight_decay"] for group in one.param_groups] for one in trainer.optimizers],
+        "state": {
+            f"{names[p]}.{key}": value.detach().clone()
+            for one in trainer.optimizers
+            for p, entries in one.state.items()
+            for key, value in entries.items()
+        },
+    }
+
+
+def refusal(layout: str, ckpt_path: Path, module: Any) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        fit(layout, None, ckpt_path, module)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("layout", ["single", "zero3x2"])
+def test_a_run_goes_on_in_another_precision_as_plain_lightning_does(
+    tmp_path: Path, layout: str, precision: str
+) -> None:
+    run(layout, fit, tmp_path / "ours.ckpt", None, ())
+    run(None, fit, tmp_path / "plain.ckpt", None, ())
+    (expected,) = run(None, fit, None, tmp_path / "plain.ckpt", (), precision)
+    for path in (tmp_path / "ours.ckpt", tmp_path / "plain.ckpt"):
+        for rank in run(layout, fit, None, path, (), precision):
+            assert rank["state"].keys() == expected["state"].keys()
+            for name, value in rank["state"].items():
+                assert value.dtype == expected["state"][name].dtype, name
+            for name, value in rank["weights"].items():
+                tolerance = 1e-5 if precision == "32-true" else 2e-2
+                assert torch.allclose(value, expected["weights"][name], rtol=0, atol=tolerance), name
+
+
+OTHERS = [
+    ("kind", "layer", r"group 0 .*here also first\.bias, scale.*but not second\.weight"),
+    ("one", "kind", r"group 0 .*but not first\.bias, scale, second\.bias"),
+    ("kind", "one", r"group 0 .*here also first\.bias, scale, second\.bias"),
+]
+
+
+@pytest.mark.parametrize("layout", ["single", "zero3x2"])
+@pytest.mark.parametrize(("saved", "here", "told"), OTHERS)
+def test_groups_other_than_the_saved_ones_are_refused(
+    tmp_path: Path, layout: str, saved: str, here: str, told: str
+) -> None:
+    run("single", fit, tmp_path / "saved.ckpt", None, (saved,))
+    for error in run(layout, refusal, tmp_path / "saved.ckpt", (here,)):
+        assert re.search(told, error.replace("\n", " ")), error
+    # The same groups go on, with their own options.
+    for rank in run(layout, fit, None, tmp_path / "saved.ckpt", (saved,)):
+        assert rank["decay"] == ([[0.1, 0.0]] if saved == "kind" else [[0.3]])
+
+
+@pytest.mark.parametrize(("saved", "here"), [(("one", "two"), ("one",)), (("one",), ("one", "two"))])
+def test_other_numbers_of_optimizers_are_refused(tmp_path: Path, saved: Any, here: Any) -> None:
+    run("single", fit, tmp_path / "saved.ckpt", None, saved)
+    (error,) = run("single", refusal, tmp_path / "saved.ckpt", here)
+    assert re.search(r"has [12] optimizers, configure_optimizers\(\) gave [12]", error), error
+
+
+@pytest.mark.parametrize("kind", ["ours", "plain"])
+def test_states_that_are_not_shaped_as_their_parameters_go_on_where_those_are_whole(tmp_path: Path, kind: str) -> None:
+    layout, path = "single" if kind == "ours" else None, tmp_path / "saved.ckpt"
+    run(layout, fit, path, None, ("kind", "adafactor"))
+    (expected,) = run(layout, fit, None, path, ("kind", "adafactor"))
+    assert expected["state"]["first.weight.row_var"].shape == (8, 1)
+    # Plain Lightning loads weights before it makes them float64.
+    tolerance = 1e-9 if kind == "ours" else 1e-7
+    ranks = [rank for layout in ("single", "dp2") for rank in run(layout, fit, None, path, ("kind", "adafactor"))]
+    for rank in ranks:
+        for part in ("state", "weights"):
+            assert rank[part].keys() == expected[part].keys()
+            for name, value in rank[part].items():
+                assert torch.allclose(value, expected[part][name], rtol=0, atol=tolerance), name
+    for error in run("zero3x2", refusal, path, ("kind", "adafactor")):
+        assert "cannot be sharded" in error and "first.weight" in error, error
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_entries_lie_where_torch_wants_them(capturable: bool) -> None:
+    weight, number = (nn.Parameter(torch.zeros(shape, device="meta")) for shape in ((2, 3), ()))
+    optimizer = torch.optim.AdamW([weight, number], capturable=capturable)
+    names = {weight: "weight", number: "number"}
+    flat = {
+        f"state.{names[p]}.{entry}": torch.zeros(p.shape if entry == "exp_avg" else (), dtype=torch.float64)
+        for p in names
+        for entry in ("exp_avg", "step")
+    }
+    restore_(optimizer, flat, names=names, groups=[])
+    for parameter in names:
+        found = optimizer.state[parameter]
+        assert found["exp_avg"].is_meta and found["exp_avg"].dtype == torch.float32
+        assert found["step"].is_meta == capturable
+
+
+def test_options_that_are_not_one_group_s_and_states_of_nothing_are_refused() -> None:
+    one, other = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    optimizer, names = torch.optim.SGD([one, other], lr=1.0), {one: "one", other: "other"}
+    with pytest.raises(CheckpointError, match=r"other was saved with other options .*group 0: \{'lr': 2.0\}"):
+        restore_(optimizer, {"param_groups.one.lr": 1.0, "param_groups.other.lr": 2.0}, names=names, groups=[])
+    with pytest.raises(CheckpointError, match="no parameters third"):
+        restore_(optimizer, {"state.third.momentum_buffer": torch.zeros(2)}, names=names, groups=[])
+    restore_(optimizer, {"param_groups.one.lr": 0.5, "param_groups.other.lr": 0.5}, names=names, groups=[])
+    assert optimizer.param_groups[0]["lr"] == 0.5 and optimizer.param_groups[0]["params"] == [one, other]
+    # A group that has no parameter here is known by its place.
+    optimizer.add_param_group({"params": []})
+    restore_(optimizer, {"param_groups.one.lr": 0.5}, names=names, groups=[{"lr": 7.0}, {"lr": 0.25}])
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
