@@ -63,6 +63,21 @@ def test_weights_alone_serve_evaluation_and_are_refused_for_going_on(tmp_path: P
         assert "leave out ckpt_path and set ThreeDStrategy(initial_weights=" in rank["error"]
 
 
+def url_is_refused(layout: str) -> str:
+    trainer = trainer_for(layout, max_steps=1)
+    train, _ = loaders(layout)
+    trainer.fit(TinyGPT(lazy=True), train)
+    trainer.save_checkpoint("memory://weights.ckpt", weights_only=True)
+    with pytest.raises(CheckpointError) as caught:
+        trainer_for(layout, max_steps=4).fit(TinyGPT(lazy=True), train, ckpt_path="memory://weights.ckpt")
+    return str(caught.value)
+
+
+def test_weights_at_a_url_are_not_advised_as_initial_weights() -> None:
+    (told,) = run("single", url_is_refused)
+    assert "memory://weights.ckpt holds weights only" in told and "initial_weights='its copy on this machine'" in told
+
+
 def with_objects(layout: str, path: Path) -> dict[str, Any]:
     L.seed_everything(1, verbose=False)
     train, val = loaders(layout)

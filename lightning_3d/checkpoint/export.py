@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_3d.checkpoint import store
 from lightning_3d.checkpoint.places import delete, sibling
 from lightning_3d.checkpoint.plain import COPIES, MODEL, OPTIMIZER, assemble, is_tensor, read_in_turn
-from lightning_3d.checkpoint.safetensors_file import Entries, write_safetensors
+from lightning_3d.checkpoint.safetensors_file import Entries, can_hold, write_safetensors
 from lightning_3d.errors import CheckpointError
 
 BATCH_BYTES = 256 * 2**20
@@ -28,14 +28,15 @@ BATCH_BYTES = 256 * 2**20
 def export_ckpt(source: Path, out: Path, *, weights_only: bool = False, batch_bytes: int = BATCH_BYTES) -> None:
     """Write a plain Lightning .ckpt, optimizer states included, that a stock Trainer resumes from.
 
-    Its tensors go through a file beside `out`, as large as it, from which they are mapped while torch writes.
+    Its tensors go through a file beside `out`, as large as it, from which they are mapped while torch writes. Those of
+    dtypes that such a file does not have (complex128) are held in memory.
 
     Raises:
         CheckpointError: `out` exists, or the optimizer's numbers are not known.
     """
     saved = store.saved_tensors(source)
     wanted = [name for name in saved if name.startswith(MODEL) or not weights_only]
-    tensors = [name for name in wanted if is_tensor(saved[name])]
+    tensors = [name for name in wanted if is_tensor(saved[name]) and can_hold(saved[name].properties.dtype)]
     extra = store.load_extra(source)
     # Before anything is written.
     assemble(extra, dict.fromkeys(wanted), optimizer=not weights_only)

@@ -4,7 +4,10 @@ A folder is written as a sibling and committed by one rename. Object stores have
 written as a part of its folder and committed by a small file that names the part and is written last:
 
     NAME/checkpoint.json    which part counts, step, epoch, layout
-    NAME/a/, NAME/b/        what a save writes; the next one under this name takes the other
+    NAME/part-TOKEN/        what a save writes; the next one under this name writes another
+
+A draft's name is new each time. So a rank that finds it sees the file system that rank 0 sees, and no network file
+system's memory of a former draft stands in its place.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ import ctypes
 import errno
 import json
 import os
+import re
+import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -26,6 +31,8 @@ from lightning_3d.errors import CheckpointError, ConfigError
 
 SUMMARY, METADATA = "checkpoint.json", ".metadata"
 
+_DRAFT = re.compile(r"\.(.+?)(?:\.[0-9a-f]{8})?\.saving")
+_PART = "part-"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 
@@ -36,7 +43,10 @@ class Place(Protocol):
     def __str__(self) -> str: ...
 
     def begin(self) -> str:
-        """Make room for a new checkpoint beside the old one; the name of the draft, for all ranks."""
+        """Make room for a new checkpoint beside the old one; the name of the draft, new each time, for all ranks."""
+
+    def holds(self, draft: str, name: str) -> bool:
+        """Whether this rank sees a file of a draft that another has written."""
 
     def writer(self, draft: str) -> FileSystemWriter:
         """Of tensors into a draft."""
@@ -54,7 +64,7 @@ class Place(Protocol):
         """Whether a committed checkpoint is here."""
 
     def summary(self) -> dict[str, Any]:
-        """Step, epoch and layout of the committed checkpoint."""
+        """Step, epoch and layout of the committed checkpoint; empty where there is none, or it is half written."""
 
     def reader(self) -> FileSystemReader:
         """Of the committed checkpoint's tensors."""
@@ -109,10 +119,16 @@ class Folder:
         return str(self.path)
 
     def begin(self) -> str:
-        draft = sibling(self.path, "saving")
-        delete(draft)
-        draft.mkdir(parents=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        for former, name in drafts(self.path.parent):
+            if name == self.path.name:
+                delete(former)
+        draft = sibling(self.path, f"{secrets.token_hex(4)}.saving")
+        draft.mkdir()
         return str(draft)
+
+    def holds(self, draft: str, name: str) -> bool:
+        return Path(draft, name).is_file()
 
     def writer(self, draft: str) -> FileSystemWriter:
         return FileSystemWriter(draft)
@@ -147,11 +163,10 @@ class Folder:
         delete(removed)
 
     def is_whole(self) -> bool:
-        hidden = self.path.name.startswith(".")
-        return self.path.is_dir() and not hidden and all((self.path / name).exists() for name in (METADATA, SUMMARY))
+        return not self.path.name.startswith(".") and (self.path / METADATA).exists() and bool(self.summary())
 
     def summary(self) -> dict[str, Any]:
-        return json.loads((self.path / SUMMARY).read_text())
+        return _readable(lambda: (self.path / SUMMARY).read_bytes())
 
     def reader(self) -> FileSystemReader:
         return FileSystemReader(self.path)
@@ -183,9 +198,15 @@ class Shelf:
         return self.url
 
     def begin(self) -> str:
-        draft = "b" if self._marker().get("part") == "a" else "a"
-        self._delete(f"{self.path}/{draft}")
-        return draft
+        current = self.summary().get("part")
+        for part in self._names(self.path):
+            if part.startswith(_PART) and part != current:
+                self._delete(f"{self.path}/{part}")
+        return f"{_PART}{secrets.token_hex(4)}"
+
+    def holds(self, draft: str, name: str) -> bool:
+        self._fs.invalidate_cache()
+        return self._fs.exists(f"{self.path}/{draft}/{name}")
 
     def writer(self, draft: str) -> FileSystemWriter:
         # An object is stored when it is closed: there is nothing to flush to a disk of this machine.
@@ -196,7 +217,7 @@ class Shelf:
         self._fs.pipe_file(f"{self.path}/{draft}/{name}", content)
 
     def commit(self, draft: str, summary: Mapping[str, Any]) -> None:
-        former = self._marker().get("part")
+        former = self.summary().get("part")
         self._fs.pipe_file(f"{self.path}/{SUMMARY}", json.dumps({**summary, "part": draft}, indent=1).encode())
         if former is not None:
             with contextlib.suppress(OSError):
@@ -207,10 +228,11 @@ class Shelf:
         self._delete(self.path)
 
     def is_whole(self) -> bool:
-        return "part" in self._marker()
+        return "part" in self.summary()
 
     def summary(self) -> dict[str, Any]:
-        return self._marker()
+        self._fs.invalidate_cache()
+        return _readable(lambda: self._fs.cat_file(f"{self.path}/{SUMMARY}"))
 
     def reader(self) -> FileSystemReader:
         return FsspecReader(f"{self.url}/{self._part()}", **self._options)
@@ -221,23 +243,18 @@ class Shelf:
     def beside(self) -> list[str]:
         parent, _, _ = self.url.rpartition("/")
         inner, _, _ = self.path.rpartition("/")
-        self._fs.invalidate_cache()
-        try:
-            names = [os.path.basename(found.rstrip("/")) for found in self._fs.ls(inner, detail=False)]
-        except FileNotFoundError:
-            return []
-        shelves = [Shelf(f"{parent}/{name}", self._fs, f"{inner}/{name}", self._options) for name in names]
+        shelves = [Shelf(f"{parent}/{name}", self._fs, f"{inner}/{name}", self._options) for name in self._names(inner)]
         return sorted(str(shelf) for shelf in shelves if shelf.is_whole())
 
     def _part(self) -> str:
-        return self._marker()["part"]
+        return self.summary()["part"]
 
-    def _marker(self) -> dict[str, Any]:
+    def _names(self, path: str) -> list[str]:
         self._fs.invalidate_cache()
         try:
-            return json.loads(self._fs.cat_file(f"{self.path}/{SUMMARY}"))
-        except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
-            return {}
+            return [os.path.basename(found.rstrip("/")) for found in self._fs.ls(path, detail=False)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
 
     def _delete(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -249,12 +266,27 @@ def sibling(path: Path, kind: str) -> Path:
     return path.parent / f".{path.name}.{kind}"
 
 
+def drafts(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Saves under way or never finished in a folder, each with the name of what it was to become."""
+    for path in sorted(folder.glob(".*.saving")):
+        if found := _DRAFT.fullmatch(path.name):
+            yield path, found[1]
+
+
 def delete(path: Path) -> None:
     """A folder, a file or a link, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     elif path.exists() or path.is_symlink():
         path.unlink()
+
+
+def _readable(read: Callable[[], bytes]) -> dict[str, Any]:
+    try:
+        return json.loads(read())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        # Half of it, where a kill, a full disk or a loss of power came in between.
+        return {}
 
 
 def _put(draft: Path, path: Path) -> Path | None:

@@ -11,13 +11,11 @@ import torch
 from lightning_3d.checkpoint import optimizer_state as flat_state
 from lightning_3d.checkpoint.names import saved_name
 from lightning_3d.checkpoint.random_state import random_state
-from lightning_3d.checkpoint.writing import Contents, packed
+from lightning_3d.checkpoint.writing import FORMAT, Contents, packed
 from lightning_3d.strategies.saving import plain_files
 
 if TYPE_CHECKING:
     from lightning_3d.strategies.checkpointing import CheckpointingStrategy
-
-FORMAT = 1
 
 
 def contents(strategy: CheckpointingStrategy, checkpoint: dict[str, Any]) -> Contents:
