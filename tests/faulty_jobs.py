@@ -116,7 +116,15 @@ class Model(TinyGPT):
         self.fault.at("teardown")
 
 
-def train(fault: Fault, folder: Path, *, layout: str, timeout_seconds: float, **settings: Any) -> None:
+def train(
+    fault: Fault,
+    folder: Path,
+    *,
+    layout: str,
+    timeout_seconds: float,
+    async_checkpoint: bool = False,
+    **settings: Any,
+) -> None:
     """A small run with validation and a checkpoint, as a user's script has it."""
     note_pid(folder)
     if "RANK" in os.environ:
@@ -142,7 +150,7 @@ def train(fault: Fault, folder: Path, *, layout: str, timeout_seconds: float, **
     trainer = L.Trainer(
         accelerator="cpu",
         devices=parsed.world_size,
-        strategy=ThreeDStrategy(**parsed.as_dict(), timeout_seconds=timeout_seconds),
+        strategy=ThreeDStrategy(**parsed.as_dict(), timeout_seconds=timeout_seconds, async_checkpoint=async_checkpoint),
         default_root_dir=folder,
         logger=False,
         enable_progress_bar=False,
