@@ -125,7 +125,14 @@ class Model(TinyGPT):
 
 
 def train(
-    fault: Fault, folder: Path, *, layout: str, timeout_seconds: float, ckpt_path: Path | None = None, **settings: Any
+    fault: Fault,
+    folder: Path,
+    *,
+    layout: str,
+    timeout_seconds: float,
+    ckpt_path: Path | None = None,
+    async_checkpoint: bool = False,
+    **settings: Any,
 ) -> None:
     """A small run with validation and a checkpoint, as a user's script has it.
 
@@ -157,7 +164,7 @@ def train(
     trainer = L.Trainer(
         accelerator="cpu",
         devices=parsed.world_size,
-        strategy=ThreeDStrategy(**parsed.as_dict(), timeout_seconds=timeout_seconds),
+        strategy=ThreeDStrategy(**parsed.as_dict(), timeout_seconds=timeout_seconds, async_checkpoint=async_checkpoint),
         default_root_dir=folder,
         logger=False,
         enable_progress_bar=False,

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,95 @@ def test_a_signal_waits_for_what_is_under_way(tmp_path: Path) -> None:
     for error, writing_began, there in run("single", stopped_by_signal, tmp_path):
         assert error in ("SIGTERMException", "SystemExit") and writing_began
         assert there == ["step=2.ckpt"]
+
+
+class Evaluated(Small):
+    """Small, with batches to evaluate on."""
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch).square().mean(), sync_dist=True)
+
+
+class SaveAt(L.Callback):
+    """A checkpoint in each of these hooks."""
+
+    def __init__(self, folder: Path, hooks: list[str]) -> None:
+        for hook in hooks:
+            setattr(self, hook, partial(self.save, folder / f"{hook}.ckpt"))
+
+    @staticmethod
+    def save(path: Path, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        trainer.save_checkpoint(path)
+
+
+HOOKS = [
+    "on_fit_start", "on_sanity_check_end", "on_train_start", "on_validation_end", "on_train_epoch_end", "on_train_end",
+    "on_fit_end", "teardown",
+]  # fmt: skip
+
+
+def saves_at_every_hook(layout: str, folder: Path) -> Any:
+    slow_writes()
+    trainer = trainer_with(layout, SaveAt(folder, HOOKS), saver(folder, 100), steps=2)
+    trainer.num_sanity_val_steps = 1
+    loaders = [DataLoader(torch.randn(16, 4), batch_size=4) for _ in range(2)]
+    module = Evaluated()
+    trainer.fit(module, *loaders)
+    there = {path.name for path in store.committed(folder)}
+    left = [path.name for path in folder.iterdir() if path.name.startswith(".")]
+    # After a fit there is no later moment: it is there on return, and serves at once.
+    trainer.save_checkpoint(folder / "after.ckpt")
+    after = store.is_committed(folder / "after.ckpt")
+    trainer.validate(module, loaders[1], ckpt_path=folder / "after.ckpt", verbose=False)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    writing.dcp.save = full  # type: ignore[assignment]
+    try:
+        trainer.save_checkpoint(folder / "full.ckpt")
+    except CheckpointError as error:
+        return there, left, after, str(error)
+    return there, left, after, "no error"
+
+
+def slow_writes() -> None:
+    real = writing.dcp.save
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.3)
+        return real(*args, **kwargs)
+
+    writing.dcp.save = save  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("layout", ["single", "zero3x2"])
+def test_wherever_a_checkpoint_is_asked_for_it_is_there_in_the_end(tmp_path: Path, layout: str) -> None:
+    for there, left, after, message in run(layout, saves_at_every_hook, tmp_path):
+        assert there == {f"{hook}.ckpt" for hook in HOOKS} and left == []
+        assert after and "full.ckpt failed on rank 0: OSError: [Errno 28] No space left" in message
+
+
+class SavesFirst(Small):
+    """Asks for a checkpoint in the last hook before the strategy's own."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_train_start(self) -> None:
+        self.trainer.save_checkpoint(self.path)
+
+
+def saves_at_the_start(layout: str, folder: Path) -> list[str]:
+    slow_writes()
+    trainer = trainer_with(layout, saver(folder, 100), steps=1)
+    small_fit(trainer, SavesFirst(folder / "start.ckpt"))
+    return [path.name for path in folder.iterdir()]
+
+
+def test_a_save_under_way_is_no_leftover(tmp_path: Path) -> None:
+    assert run("single", saves_at_the_start, tmp_path) == [["start.ckpt"]]
 
 
 def test_settings_that_do_not_fit_are_refused() -> None:

@@ -71,6 +71,19 @@ def test_an_exported_ckpt_is_what_a_stock_trainer_would_have_saved(tmp_path: Pat
     assert all(torch.allclose(stock[name], own[name], rtol=0, atol=1e-9) for name in own)
 
 
+def test_a_dtype_that_safetensors_lacks_is_exported_to_a_ckpt_and_else_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    source, value = tmp_path / "step=1.ckpt", torch.tensor([1 + 2j, 3], dtype=torch.complex128)
+    state = {"model.rotation": value, "model.weight": torch.ones(2)}
+    store.save(source, state, extra={"epoch": 1}, rank_state={}, summary={"global_step": 1})
+    assert main(["export", str(source), "--to", "ckpt", str(tmp_path / "out.ckpt")]) == 0
+    exported = torch.load(tmp_path / "out.ckpt", weights_only=True)["state_dict"]
+    assert torch.equal(exported["rotation"], value) and torch.equal(exported["weight"], torch.ones(2))
+    assert main(["export", str(source), "--to", "safetensors", str(tmp_path / "out.safetensors")]) == 2
+    assert "rotation is of dtype torch.complex128, which safetensors does not have" in capsys.readouterr().err
+
+
 @pytest.mark.distributed
 def test_safetensors_hold_the_weights_by_the_module_s_names(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     weights = united(run("zero3x2", train, tmp_path / "run", None, 5))

@@ -8,11 +8,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from modules import Rows, TinyGPT
 from training import ordered, run, trainer_for, whole_weights
 
 from lightning_3d import Layout
+from lightning_3d.checkpoint import store
 from lightning_3d.checkpoint.plain import read_plain
 from lightning_3d.errors import CheckpointError
 
@@ -79,6 +81,23 @@ def test_a_stock_trainer_goes_on_with_a_folder(tmp_path: Path, layout: str) -> N
             seen.add(name)
             assert torch.allclose(got["weights"][name], value, rtol=0, atol=1e-9), name
     assert seen == got["weights"].keys()
+
+
+def load_on_one_rank(layout: str, folder: Path) -> list[float]:
+    train(layout, folder, None, 5)
+    found = []
+    if dist.get_rank() == 1:
+        module = Remembered.load_from_checkpoint(folder / "step=5.ckpt")
+        found = [float(module.temperature.detach()), float(module.learning_rate)]
+        with pytest.raises(CheckpointError, match="loading checkpoint .*gone.* failed on rank 1"):
+            store.read_tensors(folder / "gone", {"x": torch.zeros(1)})
+    dist.barrier()
+    return found
+
+
+def test_one_rank_of_a_job_loads_by_itself(tmp_path: Path) -> None:
+    first, second = run("dp2", load_on_one_rank, tmp_path)
+    assert first == [] and len(second) == 2 and second[1] == 5e-3
 
 
 def test_a_folder_that_is_not_whole_is_named(tmp_path: Path) -> None:

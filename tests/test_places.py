@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from local_shelf import LocalShelf, register
 from modules import Rows, TinyGPT
@@ -18,6 +19,7 @@ from lightning_3d.checkpoint import store
 from lightning_3d.checkpoint.places import Folder, place
 from lightning_3d.checkpoint.shelf import Shelf
 from lightning_3d.errors import CheckpointError, ConfigError
+from lightning_3d.strategies.processes.launch import fork_ranks
 from lightning_3d.strategies.saving.selection import _last
 
 pytestmark = pytest.mark.distributed
@@ -88,6 +90,23 @@ def test_a_save_that_fails_below_a_url_keeps_the_former(tmp_path: Path, monkeypa
     assert value_at(url) == 3.0
     # Nothing is left of what failed.
     assert len([path for path in Path(tmp_path, "last.ckpt").iterdir() if path.is_dir()]) == 1
+
+
+def save_in_own_memory() -> str:
+    dist.init_process_group("gloo")
+    try:
+        save("memory://runs/step=1", 1.0)
+        return "no error"
+    except CheckpointError as error:
+        return f"{error} {store.is_committed('memory://runs/step=1')}"
+    finally:
+        # A rank that leaves early takes the others' connections with it.
+        dist.barrier()
+
+
+def test_ranks_that_do_not_see_one_store_are_told_and_commit_nothing() -> None:
+    for message in fork_ranks(save_in_own_memory, world_size=2, timeout_seconds=60):
+        assert "saving checkpoint memory://runs/step=1 failed on rank 1" in message and message.endswith("False")
 
 
 def test_kinds_of_places_and_wrong_ones(tmp_path: Path) -> None:

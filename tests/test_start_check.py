@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from modules import Classifier, Points
 from torch import nn
 from torch.utils.data import DataLoader
 from training import run, trainer_for
 
+from lightning_3d.checkpoint import store
 from lightning_3d.errors import ConfigError
 from lightning_3d.strategies.guards import start_check
 
@@ -70,6 +74,34 @@ def start(layout: str, name: str) -> str:
     with pytest.raises(ConfigError) as caught:
         trainer.fit(module, DataLoader(Points(12), batch_size=2))
     return str(caught.value)
+
+
+def go_on(layout: str, folder: Path) -> list[str]:
+    rank = int(os.environ["RANK"])
+    told = []
+    # As with folders that each machine has for itself: rank 1 finds no "last".
+    saver = ModelCheckpoint(folder / f"machine-{rank}", save_last=True)
+    module, loader = Classifier(), DataLoader(Points(12), batch_size=2)
+    trainer = trainer_for(layout, max_epochs=1, callbacks=[saver], enable_checkpointing=True)
+    with pytest.raises(ConfigError) as caught:
+        trainer.fit(module, loader, ckpt_path="last")
+    told.append(str(caught.value))
+    # Nor in a later run, with a module that is laid out.
+    trainer = trainer_for(layout, max_epochs=1)
+    trainer.fit(module := Classifier(), loader)
+    with pytest.raises(ConfigError) as caught:
+        trainer.validate(module, loader, ckpt_path=folder / f"machine-{rank}" / "last.ckpt", verbose=False)
+    return [*told, str(caught.value)]
+
+
+def test_ranks_that_go_on_from_different_checkpoints_are_told(tmp_path: Path) -> None:
+    last = tmp_path / "machine-0" / "last.ckpt"
+    store.save(last, {"x": torch.zeros(1)}, extra={}, rank_state={}, summary={"global_step": 1})
+    begin = time.monotonic()
+    for fit, validate in run("dp2", go_on, tmp_path):
+        assert f"ranks differ in ckpt_path: {last} on rank 0, None on rank 1" in fit
+        assert f"ranks differ in ckpt_path: {last} on rank 0, {tmp_path}/machine-1/last.ckpt on rank 1" in validate
+    assert time.monotonic() - begin < 30
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
+import warnings
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from faulty_jobs import Ended, Fault, Job, train
 
-from lightning_3d.checkpoint import store
+from lightning_3d.checkpoint import store, writing
 from lightning_3d.strategies.processes.board import Board, Post
 from lightning_3d.strategies.processes.stopping import AgreedStop
 
@@ -74,16 +78,76 @@ def test_signal_without_a_wish_to_save_ends_all_ranks_and_writes_nothing(tmp_pat
     assert not (tmp_path / "checkpoints").exists()
 
 
+class SavesItself(L.Callback):
+    """As a user's own callback may."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_exception(self, trainer: L.Trainer, *_: object) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def refused(*_: object, **__: object) -> None:
+    raise AssertionError("nobody would come to this barrier")
+
+
+class Unwound(L.Callback):
+    """Told once Lightning has torn down, on the rank that failed: no collective has kept it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_start(self, *_: object) -> None:
+        # Not to pytest.
+        warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)
+
+    def on_exception(self, trainer: L.Trainer, *_: object) -> None:
+        teardown, dist.barrier = trainer.strategy.teardown, refused
+
+        def noted() -> None:
+            teardown()
+            (self.folder / f"unwound-{trainer.global_rank}").touch()
+
+        trainer.strategy.teardown = noted  # type: ignore[method-assign]
+
+
+class SlowWrites(L.Callback):
+    """So that a save in the background is under way at the next step."""
+
+    def on_train_start(self, *_: object) -> None:
+        real = writing.dcp.save
+
+        def save(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(1)
+            return real(*args, **kwargs)
+
+        writing.dcp.save = save  # type: ignore[assignment]
+
+
 @pytest.mark.distributed
-def test_error_of_one_rank_does_not_wait_for_a_checkpoint_by_all(tmp_path: Path) -> None:
-    checkpoint = L.pytorch.callbacks.ModelCheckpoint(tmp_path / "checkpoints", save_on_exception=True)
+@pytest.mark.parametrize("saver", ["ModelCheckpoint", "OnExceptionCheckpoint", "own", "background"])
+def test_error_of_one_rank_does_not_wait_for_a_checkpoint_by_all(saver: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    callbacks = L.pytorch.callbacks
+    savers: dict[str, list[L.Callback]] = {
+        "ModelCheckpoint": [callbacks.ModelCheckpoint(folder, save_on_exception=True)],
+        "OnExceptionCheckpoint": [callbacks.OnExceptionCheckpoint(folder)],
+        "own": [SavesItself(folder / "own.ckpt")],
+        # Saved at step 2; the third batch fails.
+        "background": [callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2), SlowWrites()],
+    }
     body = partial(
-        train, Fault("forward", 0, "exception"), tmp_path, layout="dp2", timeout_seconds=60, callbacks=[checkpoint]
-    )
+        train, Fault("forward", 0, "exception"), tmp_path, layout="dp2", timeout_seconds=60,
+        callbacks=[Unwound(tmp_path), *savers[saver]], async_checkpoint=saver == "background",
+    )  # fmt: skip
     ended = Job(body, how="script", folder=tmp_path, world_size=2).wait()
     assert ended.code == 1 and ended.alive == [] and ended.seconds < 30
     assert ended.errors.count("rank 0 of 2 raised ValueError: the cause") == 1
-    assert store.committed(tmp_path / "checkpoints") == []
+    assert (tmp_path / "unwound-0").exists(), ended.errors
+    # What had been begun is finished.
+    assert [path.name for path in store.committed(folder)] == (["step=2.ckpt"] if saver == "background" else [])
+    assert ("is not saved after an error that one rank alone may have" in ended.errors) == (saver != "background")
 
 
 def test_ranks_stop_at_the_boundary_after_the_highest_vote(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -151,7 +152,10 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_under_the_name(tmp_path:
     operations = killed_at(None, path, can_swap=can_swap)
     ends = [index for index, operation in enumerate(operations) if operation in ("swap", "rename")]
     aside = 0
-    for number in [n for n in range(len(operations)) if operations[n] != "write" or n % 5 == 0]:
+    writes = [number for number, operation in enumerate(operations) if operation == "write"]
+    # Some of them, and all of the last file's, which is the summary.
+    tried = {n for n in range(len(operations)) if operations[n] != "write" or n % 5 == 0} | set(writes[-3:])
+    for number in sorted(tried):
         save(path, 1.0)
         killed_at(number, path, can_swap=can_swap)
         # Swapping leaves no moment without a checkpoint of that name; renaming twice does.
@@ -170,6 +174,30 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_under_the_name(tmp_path:
         [".last.ckpt.unfinished", "last.ckpt"],
         ["last.ckpt", ".last.ckpt.unfinished"],
     )
+
+
+@pytest.mark.parametrize("content", [b"", b'{"global_st', b"\0" * 40, b"\xff\xfe"])
+def test_a_half_written_summary_makes_nothing_whole_and_stops_no_start(tmp_path: Path, content: bytes) -> None:
+    save(tmp_path / "step=1", 1.0)
+    for name in (".step=1.0123abcd.saving", "step=2"):
+        shutil.copytree(tmp_path / "step=1", tmp_path / name)
+        (tmp_path / name / store.SUMMARY).write_bytes(content)
+    assert store.set_aside_leftovers(tmp_path) == [tmp_path / ".step=1.unfinished"]
+    assert store.committed(tmp_path) == [Folder(tmp_path / "step=1")]
+    with pytest.raises(CheckpointError, match="step=2 is a folder but holds no whole checkpoint"):
+        store.require_committed(tmp_path / "step=2")
+
+
+def test_a_draft_belongs_to_the_name_that_it_was_for(tmp_path: Path) -> None:
+    for name in ("a", "a.b", "a.b.c", "a.saving", "step=1 [x]*"):
+        killed_at(9, tmp_path / name, can_swap=True)
+        assert [found.name for found in store.set_aside_leftovers(tmp_path)] == [f".{name}.unfinished"]
+    # A save removes what is left of former ones under its own name, and of no other.
+    killed_at(9, tmp_path / "a", can_swap=True)
+    killed_at(9, tmp_path / "a.b", can_swap=True)
+    save(tmp_path / "a", 1.0)
+    (left,) = tmp_path.glob(".*.saving")
+    assert left.name.startswith(".a.b.")
 
 
 def test_leftovers_are_reported_once_and_do_not_pile_up(tmp_path: Path) -> None:
@@ -192,6 +220,43 @@ def test_several_ranks_repair_at_once(tmp_path: Path) -> None:
             assert found == Folder(path)
 
 
+def test_what_a_kill_between_two_renames_left_is_there_when_it_is_asked_for(tmp_path: Path) -> None:
+    save(tmp_path / "last.ckpt", 1.0)
+    (tmp_path / "last.ckpt").rename(tmp_path / ".last.ckpt.replaced")
+    store.require_committed(tmp_path / "last.ckpt")
+    assert_holds(tmp_path / "last.ckpt", 1.0)
+
+
+# ------------------------------------------------------------------ ranks that do not share a folder
+
+
+def save_elsewhere(folder: Path, path: str) -> str:
+    own = folder / f"machine-{rank()}"
+    own.mkdir(exist_ok=True)
+    os.chdir(own)
+    try:
+        save(Path(path), 1.0)
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_do_not_see_one_folder_are_told_and_commit_nothing(tmp_path: Path) -> None:
+    # Rank 1 finds a draft of that name, and one of an earlier save, where it looks.
+    for name in (".step=1.saving", ".step=1.0123abcd.saving"):
+        (tmp_path / "machine-1" / name).mkdir(parents=True)
+        (tmp_path / "machine-1" / name / store.EXTRA).write_bytes(b"")
+    for message in together(2, save_elsewhere, tmp_path, "step=1"):
+        assert "saving checkpoint step=1 failed on rank 1" in message and "absolute path" in message, message
+        assert "machine-1" in message
+    assert [store.committed(tmp_path / f"machine-{number}") for number in range(2)] == [[], []]
+    assert together(2, save_elsewhere, tmp_path, str(tmp_path / "step=1")) == ["no error"] * 2
+    assert_holds(tmp_path / "step=1", 1.0)
+
+
+# ------------------------------------------------------------------ what is there
+
+
 @pytest.mark.parametrize("missing", [store.METADATA, store.SUMMARY])
 def test_leftovers_are_not_picked(tmp_path: Path, missing: str) -> None:
     save(tmp_path / "step=1", 1.0)
@@ -203,6 +268,16 @@ def test_leftovers_are_not_picked(tmp_path: Path, missing: str) -> None:
     with pytest.raises(CheckpointError, match="step=9 is a folder but holds no whole checkpoint"):
         store.require_committed(tmp_path / "step=9")
     assert store.committed(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize("found", [2, "next"])
+def test_a_later_format_is_refused_and_none_is_the_first(tmp_path: Path, found: Any) -> None:
+    save(tmp_path / "step=1", 1.0)
+    store.require_committed(tmp_path / "step=1")
+    summary = {**store.summary(tmp_path / "step=1"), "format": found}
+    (tmp_path / "step=1" / store.SUMMARY).write_text(json.dumps(summary))
+    with pytest.raises(CheckpointError, match=rf"has format {found!r}, and this version .* up to 1\. Load it with"):
+        store.require_committed(tmp_path / "step=1")
 
 
 def test_the_newest_has_the_highest_step_then_the_latest_time(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from modules import Rows, TinyGPT
 from training import ordered, run, trainer_for, whole_weights
 
-from lightning_3d import Layout
+from lightning_3d import Layout, ThreeDStrategy
 from lightning_3d.errors import CheckpointError
+from lightning_3d.strategies.saving import resume
 
 pytestmark = pytest.mark.distributed
 
@@ -61,6 +62,41 @@ def test_weights_alone_serve_evaluation_and_are_refused_for_going_on(tmp_path: P
         assert rank["same"] and rank["expected"] == rank["got"]
         assert "step=2.ckpt holds weights only (save_weights_only=True)" in rank["error"]
         assert "leave out ckpt_path and set ThreeDStrategy(initial_weights=" in rank["error"]
+
+
+def url_is_refused(layout: str) -> str:
+    trainer = trainer_for(layout, max_steps=1)
+    train, _ = loaders(layout)
+    trainer.fit(TinyGPT(lazy=True), train)
+    trainer.save_checkpoint("memory://weights.ckpt", weights_only=True)
+    with pytest.raises(CheckpointError) as caught:
+        trainer_for(layout, max_steps=4).fit(TinyGPT(lazy=True), train, ckpt_path="memory://weights.ckpt")
+    return str(caught.value)
+
+
+def test_weights_at_a_url_are_not_advised_as_initial_weights() -> None:
+    (told,) = run("single", url_is_refused)
+    assert "memory://weights.ckpt holds weights only" in told and "initial_weights='its copy on this machine'" in told
+
+
+def read_for_each_run(layout: str, folder: Path) -> list[str]:
+    train, val = loaders(layout)
+    first = trainer_for(layout, max_steps=1)
+    first.fit(TinyGPT(lazy=True), train)
+    first.save_checkpoint(folder / "step=1.ckpt")
+    read: list[str] = []
+    resume.load_initial_weights_ = lambda strategy, path: read.append(path.name)  # type: ignore[assignment]
+    strategy = ThreeDStrategy(**Layout.parse(layout).as_dict(), initial_weights=folder / "step=1.ckpt")
+    trainer = trainer_for(layout, max_steps=2, strategy=strategy)
+    counts = []
+    for ckpt_path in (None, folder / "step=1.ckpt", None):
+        trainer.validate(TinyGPT(lazy=True), val, ckpt_path=ckpt_path, verbose=False)
+        counts.append(f"{len(read)}")
+    return counts
+
+
+def test_initial_weights_are_read_for_each_new_module_but_where_a_checkpoint_is_loaded(tmp_path: Path) -> None:
+    assert run("single", read_for_each_run, tmp_path) == [["1", "1", "2"]]
 
 
 def with_objects(layout: str, path: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from lightning_3d.checkpoint import store
 from lightning_3d.checkpoint.outputs import replacing
 from lightning_3d.checkpoint.places import delete
 from lightning_3d.checkpoint.plain import COPIES, MODEL, OPTIMIZER, assemble, is_tensor, read_in_turn
-from lightning_3d.checkpoint.safetensors_file import Entries, write_safetensors
+from lightning_3d.checkpoint.safetensors_file import Entries, can_hold, write_safetensors
 
 BATCH_BYTES = 256 * 2**20
 
@@ -38,14 +38,15 @@ def export_ckpt(
         weights_only: without optimizer states and averages.
         trust: load objects too, which can run code of whoever wrote them.
 
-    Its tensors go through a file beside `out`, as large as it, from which they are mapped while torch writes.
+    Its tensors go through a file beside `out`, as large as it, from which they are mapped while torch writes. Those of
+    dtypes that such a file does not have (complex128) are held in memory.
 
     Raises:
         CheckpointError: `out` exists, the optimizer's numbers are not known, or there are objects and no `trust`.
     """
     saved = store.saved_tensors(source)
     wanted = [name for name in saved if name.startswith(MODEL) or not weights_only]
-    tensors = [name for name in wanted if is_tensor(saved[name])]
+    tensors = [name for name in wanted if is_tensor(saved[name]) and can_hold(saved[name].properties.dtype)]
     extra = store.load_extra(source, weights_only=not trust)
     # Before anything is written.
     assemble(extra, dict.fromkeys(wanted), optimizer=not weights_only)

@@ -1,6 +1,9 @@
 """Where a checkpoint is: a folder of this machine, or one below a URL that fsspec knows (s3://..., memory://...).
 
 A folder is written as a sibling and committed by one rename; below a URL, a file says what counts (see `shelf`).
+
+A draft's name is new each time. So a rank that finds it sees the file system that rank 0 sees, and no network file
+system's memory of a former draft stands in its place.
 """
 
 from __future__ import annotations
@@ -10,8 +13,10 @@ import ctypes
 import errno
 import json
 import os
+import re
+import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -23,6 +28,7 @@ SUMMARY, METADATA = "checkpoint.json", ".metadata"
 # Protocols of this machine's own files.
 _LOCAL = ("file://", "local://")
 
+_DRAFT = re.compile(r"\.(.+?)(?:\.[0-9a-f]{8})?\.saving")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 
@@ -50,7 +56,10 @@ class Place(Protocol):
         """
 
     def begin(self) -> str:
-        """Make room for a new checkpoint beside the old one; the name of the draft, for all ranks."""
+        """Make room for a new checkpoint beside the old one; the name of the draft, new each time, for all ranks."""
+
+    def holds(self, draft: str, name: str) -> bool:
+        """Whether this rank sees a file of a draft that another has written."""
 
     def writer(self, draft: str) -> FileSystemWriter:
         """Of tensors into a draft."""
@@ -68,7 +77,7 @@ class Place(Protocol):
         """Whether a committed checkpoint is here."""
 
     def summary(self) -> dict[str, Any]:
-        """Step, epoch and layout of the committed checkpoint."""
+        """Step, epoch and layout of the committed checkpoint; empty where there is none, or it is half written."""
 
     def reader(self) -> FileSystemReader:
         """Of the committed checkpoint's tensors."""
@@ -170,10 +179,16 @@ class Folder:
         return self.path.read_bytes()
 
     def begin(self) -> str:
-        draft = sibling(self.path, "saving")
-        delete(draft)
-        draft.mkdir(parents=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        for former, name in drafts(self.path.parent):
+            if name == self.path.name:
+                delete(former)
+        draft = sibling(self.path, f"{secrets.token_hex(4)}.saving")
+        draft.mkdir()
         return str(draft)
+
+    def holds(self, draft: str, name: str) -> bool:
+        return Path(draft, name).is_file()
 
     def writer(self, draft: str) -> FileSystemWriter:
         return FileSystemWriter(draft)
@@ -208,11 +223,10 @@ class Folder:
         delete(removed)
 
     def is_whole(self) -> bool:
-        hidden = self.path.name.startswith(".")
-        return self.path.is_dir() and not hidden and all((self.path / name).exists() for name in (METADATA, SUMMARY))
+        return not self.path.name.startswith(".") and (self.path / METADATA).exists() and bool(self.summary())
 
     def summary(self) -> dict[str, Any]:
-        return json.loads((self.path / SUMMARY).read_text())
+        return _readable(lambda: (self.path / SUMMARY).read_bytes())
 
     def reader(self) -> FileSystemReader:
         return FileSystemReader(self.path)
@@ -221,7 +235,7 @@ class Folder:
         return (self.path / name).open("rb")
 
     def age(self) -> tuple[int, float]:
-        return self.summary()["global_step"], (self.path / SUMMARY).stat().st_mtime
+        return self.summary().get("global_step", 0), (self.path / SUMMARY).stat().st_mtime
 
     def whole(self) -> list[Place]:
         if not self.path.is_dir():
@@ -234,12 +248,27 @@ def sibling(path: Path, kind: str) -> Path:
     return path.parent / f".{path.name}.{kind}"
 
 
+def drafts(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Saves under way or never finished in a folder, each with the name of what it was to become."""
+    for path in sorted(folder.glob(".*.saving")):
+        if found := _DRAFT.fullmatch(path.name):
+            yield path, found[1]
+
+
 def delete(path: Path) -> None:
     """A folder, a file or a link, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     elif path.exists() or path.is_symlink():
         path.unlink()
+
+
+def _readable(read: Callable[[], bytes]) -> dict[str, Any]:
+    try:
+        return json.loads(read())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        # Half of it, where a kill, a full disk or a loss of power came in between.
+        return {}
 
 
 def put(draft: Path, path: Path) -> Path | None:

@@ -21,7 +21,7 @@ MODEL, OPTIMIZER, COPIES = "model.", "optimizer.", "copies."
 def read_plain(
     path: store.AnyPlace, *, optimizer: bool, map_location: Any = None, weights_only: bool = True
 ) -> dict[str, Any]:
-    """The whole checkpoint, as `torch.load` of a plain .ckpt would give it; needs no process group.
+    """The whole checkpoint, as `torch.load` of a plain .ckpt would give it; this rank waits for no other.
 
     Args:
         path: of a committed checkpoint.
@@ -54,7 +54,7 @@ def read_in_turn(
 ) -> Iterator[tuple[str, Any]]:
     """Entries of a checkpoint in the order of `names`, of which no more than `batch_bytes` are held at a time.
 
-    One that is larger alone is read alone.
+    One that is larger alone is read alone. Other ranks, if there are any, take no part.
     """
     saved = store.saved_tensors(path)
     batch: dict[str, Any] = {}
@@ -65,14 +65,14 @@ def read_in_turn(
         if isinstance(entry, TensorStorageMetadata):
             size = entry.size.numel() * entry.properties.dtype.itemsize
         if batch and held + size > batch_bytes:
-            store.load_tensors(path, batch, weights_only=weights_only)
+            store.read_tensors(path, batch, weights_only=weights_only)
             yield from batch.items()
             batch, held = {}, 0
         room = isinstance(entry, TensorStorageMetadata)
         batch[name] = torch.empty(entry.size, dtype=entry.properties.dtype) if room else None
         held += size
     if batch:
-        store.load_tensors(path, batch, weights_only=weights_only)
+        store.read_tensors(path, batch, weights_only=weights_only)
         yield from batch.items()
 
 

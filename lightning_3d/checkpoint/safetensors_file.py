@@ -22,6 +22,11 @@ _NAMES = {
 Entries = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 
+def can_hold(dtype: torch.dtype) -> bool:
+    """Whether the format has this dtype."""
+    return dtype in _NAMES
+
+
 def write_safetensors(path: Path, entries: Entries, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write one file, whose header is made of `entries` before the first tensor is there.
 
@@ -38,7 +43,7 @@ def write_safetensors(path: Path, entries: Entries, tensors: Iterable[tuple[str,
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (shape, dtype) in entries.items():
-        if dtype not in _NAMES:
+        if not can_hold(dtype):
             raise CheckpointError(f"{name} is of dtype {dtype}, which safetensors does not have. Use --to ckpt.")
         start, end = end, end + shape.numel() * dtype.itemsize
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}

@@ -3,7 +3,7 @@
 So it is written as a part of its folder and committed by a small file that names the part and is written last:
 
     NAME/checkpoint.json    which part counts, step, epoch, layout
-    NAME/a/, NAME/b/        what a save writes; the next one under this name takes the other
+    NAME/part-TOKEN/        what a save writes; the next one under this name writes another
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from typing import IO, Any
 
@@ -19,6 +20,8 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 
 from lightning_3d.checkpoint.places import SUMMARY, Place
 from lightning_3d.errors import CheckpointError
+
+_PART = "part-"
 
 
 class Shelf:
@@ -65,9 +68,15 @@ class Shelf:
         return self._read(self.path)
 
     def begin(self) -> str:
-        draft = "b" if self._marker().get("part") == "a" else "a"
-        self._delete(f"{self.path}/{draft}")
-        return draft
+        current = self._marker().get("part")
+        for part in self._names():
+            if part.startswith(_PART) and part != current:
+                self._delete(f"{self.path}/{part}")
+        return f"{_PART}{secrets.token_hex(4)}"
+
+    def holds(self, draft: str, name: str) -> bool:
+        self.fs.invalidate_cache()
+        return self.fs.exists(f"{self.path}/{draft}/{name}")
 
     def writer(self, draft: str) -> FileSystemWriter:
         # An object is stored when it is closed: there is nothing to flush to a disk of this machine.
@@ -102,17 +111,19 @@ class Shelf:
 
     def age(self) -> tuple[int, float]:
         summary = self.summary()
-        return summary["global_step"], summary.get("time", 0.0)
+        return summary.get("global_step", 0), summary.get("time", 0.0)
 
     def whole(self) -> list[Place]:
+        return [found for name in sorted(self._names()) if (found := self / name).is_whole()]
+
+    def _names(self) -> list[str]:
         self.fs.invalidate_cache()
         try:
-            names = [os.path.basename(found.rstrip("/")) for found in self.fs.ls(self.path, detail=False)]
+            return [os.path.basename(found.rstrip("/")) for found in self.fs.ls(self.path, detail=False)]
         except (FileNotFoundError, NotADirectoryError):
             return []
         except Exception as error:
             raise self._unreadable(error) from error
-        return [found for name in sorted(names) if (found := self / name).is_whole()]
 
     def _part(self) -> str:
         return self._marker()["part"]
@@ -121,7 +132,8 @@ class Shelf:
         self.fs.invalidate_cache()
         try:
             return json.loads(self._read(f"{self.path}/{SUMMARY}"))
-        except (FileNotFoundError, json.JSONDecodeError):
+        except (FileNotFoundError, ValueError):
+            # Half of it, where a kill or a full disk came in between.
             return {}
 
     def _read(self, path: str) -> bytes:

@@ -5,7 +5,7 @@ NAME/                    what `is_committed` accepts
     extra.pt             all that is equal on every rank: loops, callbacks, schedulers, hyper-parameters
     rank_00000.pt ...    what belongs to one rank: random states
     checkpoint.json      step, epoch and layout, for people and for `newest`
-.NAME.saving/            a save under way, or one that was killed; never picked
+.NAME.TOKEN.saving/      a save under way, or one that was killed; never picked
 .NAME.unfinished/        one that was killed, set aside by a later start
 .NAME.removed/           a removal under way
 .NAME.replaced/          the former NAME between two renames, where the file system cannot swap two names
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from lightning_3d.checkpoint import unpickling
-from lightning_3d.checkpoint.places import METADATA, SUMMARY, Folder, Place, delete, place, put, sibling
-from lightning_3d.checkpoint.together import together
-from lightning_3d.checkpoint.writing import EXTRA, Contents, packed, rank_file, write
+from lightning_3d.checkpoint.places import METADATA, SUMMARY, Folder, Place, delete, drafts, place, put, sibling
+from lightning_3d.checkpoint.together import alone, together
+from lightning_3d.checkpoint.writing import EXTRA, FORMAT, Contents, packed, rank_file, write
 from lightning_3d.errors import CheckpointError
 
 __all__ = ["EXTRA", "METADATA", "SUMMARY"]
@@ -75,6 +76,19 @@ def load_tensors(path: AnyPlace, state: dict[str, Any], *, weights_only: bool = 
     together(lambda: dcp.load(state, storage_reader=_reader(where), planner=planner), f"loading checkpoint {where}")
 
 
+def read_tensors(path: AnyPlace, state: dict[str, Any], *, weights_only: bool = True) -> None:
+    """As `load_tensors`, but of whole tensors and by this rank alone, which waits for no other."""
+    where = _place(path)
+    planner = unpickling.PlainValuesPlanner(weights_only=weights_only)
+
+    def read() -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(state, storage_reader=_reader(where), planner=planner, no_dist=True)
+
+    alone(read, f"loading checkpoint {where}")
+
+
 def saved_tensors(path: AnyPlace) -> dict[str, TensorStorageMetadata | Any]:
     """Names in a checkpoint, with size and dtype where the value is a tensor."""
     return dict(_reader(_place(path)).read_metadata().state_dict_metadata)
@@ -114,17 +128,17 @@ def is_committed(path: AnyPlace) -> bool:
 def require_committed(path: AnyPlace) -> None:
     """
     Raises:
-        CheckpointError: nothing whole is at `path`; says what is there.
+        CheckpointError: nothing whole is at `path`, and it says what is there; or a later version has written it.
     """
     where = _place(path)
+    if isinstance(where, Folder):
+        put_back(where.path.parent)
     if where.is_whole():
-        return
+        return _require_known_format(where)
     if isinstance(where, Folder) and where.path.is_file():
         raise CheckpointError(f"{where} is one file; this strategy resumes from the folders that it saves itself.")
     exists = isinstance(where, Folder) and where.path.is_dir()
     what = "is a folder but holds no whole checkpoint" if exists else "does not exist"
-    if isinstance(where, Folder):
-        put_back(where.path.parent)
     beside = ", ".join(map(str, where.parent.whole()))
     raise CheckpointError(f"{where} {what}. Whole checkpoints beside it: {beside or 'none'}.")
 
@@ -168,22 +182,22 @@ def set_aside_leftovers(folder: Path) -> list[Path]:
     for kind in ("removed", "replaced"):
         for path in folder.glob(f".*.{kind}"):
             delete(path)
-    drafts = sorted(folder.glob(".*.saving"))
-    if drafts:
+    left = list(drafts(folder))
+    if left:
         for path in folder.glob(".*.unfinished"):
             delete(path)
-    found = []
-    for draft in drafts:
-        name = draft.name.removeprefix(".").removesuffix(".saving")
+    found = set()
+    for draft, name in left:
         # What a swap has left is the former checkpoint: the new one is in its place.
         new = Folder(folder / name)
-        if (draft / SUMMARY).exists() and new.is_whole() and Folder(draft).age() <= new.age():
+        if Folder(draft).summary() and new.is_whole() and Folder(draft).age() <= new.age():
             delete(draft)
             continue
         aside = sibling(folder / name, "unfinished")
+        delete(aside)
         os.rename(draft, aside)
-        found.append(aside)
-    return found
+        found.add(aside)
+    return sorted(found)
 
 
 def link(path: Path, target: Path) -> None:
@@ -204,6 +218,15 @@ def remove(path: AnyPlace) -> None:
 
 def _place(path: AnyPlace) -> Place:
     return place(path) if isinstance(path, str | os.PathLike) else path
+
+
+def _require_known_format(where: Place) -> None:
+    found = where.summary().get("format", FORMAT)
+    if found not in range(1, FORMAT + 1):
+        raise CheckpointError(
+            f"{where} has format {found!r}, and this version of lightning_3d reads formats up to {FORMAT}. "
+            "Load it with the version that wrote it, or a later one."
+        )
 
 
 def _reader(where: Place) -> Any:

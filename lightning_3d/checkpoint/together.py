@@ -23,30 +23,48 @@ def together(action: Callable[[], T], what: str, *, group: dist.ProcessGroup | N
     Raises:
         CheckpointError: names the lowest rank that failed, and what it raised.
     """
-    failure: tuple[int, str] | None = None
-    result: T | None = None
-    try:
-        result = action()
-    except CheckpointException as error:
-        # torch tells every rank of the ranks that failed.
-        origin = min(error.failures)
-        failure = origin, _told(error.failures[origin][0])
-    except Exception as error:
-        failure = own_rank(), _told(error)
-    failures: list[tuple[int, str] | None] = [failure]
+    result, failure = _tried(action)
+    failures = [failure]
     if dist.is_initialized():
         failures = [None] * dist.get_world_size()
         dist.all_gather_object(failures, failure, group=group)
     told = [failure for failure in failures if failure is not None]
     if told:
-        rank, text = min(told)
-        raise CheckpointError(f"{what} failed on rank {rank}: {text}")
+        raise _error(what, *min(told))
+    return result  # type: ignore[return-value]
+
+
+def alone(action: Callable[[], T], what: str) -> T:
+    """Run `action` on this rank, which waits for no other; the error is told as `together` tells it.
+
+    Raises:
+        CheckpointError: it failed.
+    """
+    result, failure = _tried(action)
+    if failure is not None:
+        # torch calls a rank that is alone 0.
+        raise _error(what, own_rank(), failure[1])
     return result  # type: ignore[return-value]
 
 
 def own_rank() -> int:
     """0 where there is one process."""
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _tried(action: Callable[[], T]) -> tuple[T | None, tuple[int, str] | None]:
+    try:
+        return action(), None
+    except CheckpointException as error:
+        # torch tells every rank of the ranks that failed.
+        origin = min(error.failures)
+        return None, (origin, _told(error.failures[origin][0]))
+    except Exception as error:
+        return None, (own_rank(), _told(error))
+
+
+def _error(what: str, rank: int, text: str) -> CheckpointError:
+    return CheckpointError(f"{what} failed on rank {rank}: {text}")
 
 
 def _told(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
@@ -15,8 +16,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from lightning_3d.checkpoint.places import Place
 from lightning_3d.checkpoint.together import own_rank, together
+from lightning_3d.errors import CheckpointError
 
 EXTRA = "extra.pt"
+# Of what a checkpoint holds under which names; raised where an earlier reader would read it wrongly.
+FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,21 @@ def write(place: Place, contents: Contents, *, group: dist.ProcessGroup | None =
     """
     rank, what = own_rank(), f"saving checkpoint {place}"
 
+    def begin() -> str:
+        if rank != 0:
+            return ""
+        draft = place.begin()
+        place.write(draft, EXTRA, contents.extra)
+        return draft
+
+    def find() -> None:
+        # Else torch would make a folder of this name where this rank looks, and rank 0 commit one without its part.
+        if not place.holds(draft, EXTRA):
+            raise CheckpointError(
+                f"what rank 0 began at {place} is not seen from here (in {os.getcwd()}). All ranks of a job write into "
+                "one folder: give an absolute path, on a file system that all machines share."
+            )
+
     def write_tensors() -> None:
         # Copies of one tensor come from the lowest rank, so that buffers belong to one another.
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
@@ -69,15 +88,13 @@ def write(place: Place, contents: Contents, *, group: dist.ProcessGroup | None =
 
     def write_rest() -> None:
         place.write(draft, rank_file(rank), contents.rank_state)
-        if rank == 0:
-            place.write(draft, EXTRA, contents.extra)
 
     def commit() -> None:
         if rank == 0:
             place.commit(draft, contents.summary)
 
-    draft = _from_first(together(lambda: place.begin() if rank == 0 else "", what, group=group), group=group)
-    for step in (write_tensors, write_rest, commit):
+    draft = _from_first(together(begin, what, group=group), group=group)
+    for step in (find, write_tensors, write_rest, commit):
         together(step, what, group=group)
 
 

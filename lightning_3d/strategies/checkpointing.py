@@ -29,7 +29,13 @@ from lightning_3d.strategies.mesh_strategy import MeshStrategy
 from lightning_3d.strategies.saving import dictionary, resume
 from lightning_3d.strategies.saving.averaging import leave_averages_to_strategy, refuse_whole_averages
 from lightning_3d.strategies.saving.links import Links
-from lightning_3d.strategies.saving.selection import Selection, agree_on_best, pick_last_of_committed, tell_leftovers
+from lightning_3d.strategies.saving.selection import (
+    Selection,
+    agree_on_best,
+    note_ckpt_path,
+    pick_last_of_committed,
+    tell_leftovers,
+)
 from lightning_3d.strategies.saving.weights import load_weights_
 from lightning_3d.strategies.saving.windows import SaveAtWindowEnd
 from lightning_3d.whereabouts import HERE
@@ -66,6 +72,8 @@ class CheckpointingStrategy(MeshStrategy):
         self._windows = SaveAtWindowEnd()
         self._links = Links(self._selection, saving=lambda: self._background.busy or self._windows.waiting)
         self._weights_only: bool | None = None
+        # What the run that begins is to load.
+        self._ckpt_path: Any = None
         # Checkpoints that callbacks want removed, once the one under way is whole.
         self._removals: list[Any] = []
         self._share: Share | None = None
@@ -104,13 +112,15 @@ class CheckpointingStrategy(MeshStrategy):
         callbacks = self.lightning_module.trainer.checkpoint_callbacks
         agree_on_best(callbacks, broadcast=self.broadcast, device=self.root_device)
         self._selection.propose(callbacks)
+        # Before and after the training, nobody would come back to a write in the background.
+        later = self._async_checkpoint and self._windows.lasting(self.lightning_module.trainer)
         with self._keeping_selection():
             contents = together(lambda: dictionary.contents(self, checkpoint), f"saving checkpoint {where}")
-            if self._async_checkpoint:
+            if later:
                 self._background.start(where, contents)
             else:
                 write(where, contents)
-        if not self._async_checkpoint:
+        if not later:
             self._committed()
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -140,9 +150,10 @@ class CheckpointingStrategy(MeshStrategy):
         self._selection.commit()
         if self.is_global_zero:
             self._links.move()
-        removals, self._removals = self._removals, []
-        for filepath in removals:
-            self._remove(filepath)
+        if not self._windows.waiting and not self.unwinding:
+            removals, self._removals = self._removals, []
+            for filepath in removals:
+                self._remove(filepath)
         self.barrier()
 
     @contextmanager
@@ -181,6 +192,7 @@ class CheckpointingStrategy(MeshStrategy):
         refuse_whole_averages(trainer)
         pick_last_of_committed(trainer, storage_options=self._storage_options)
         self._links.take_over(trainer.checkpoint_callbacks)
+        note_ckpt_path(trainer, partial(setattr, self, "_ckpt_path"))
         for callback in trainer.checkpoint_callbacks:
             _, wrong, path = os.fspath(getattr(callback, "dirpath", None) or "").partition("/file:/")
             if wrong:
@@ -200,6 +212,8 @@ class CheckpointingStrategy(MeshStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None
+        # A save under way looks like one that was killed.
+        self._settle(self._background.wait)
         callbacks = self.lightning_module.trainer.checkpoint_callbacks
         self._selection.propose(callbacks)
         self._selection.commit()
@@ -237,6 +251,8 @@ class CheckpointingStrategy(MeshStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         HERE.enter("loading a checkpoint")
         path = self.broadcast(os.fspath(checkpoint_path))
+        # It may be the one that is wanted.
+        self._settle(self._background.wait)
         weights_only = self._weights_only if weights_only is None else weights_only
         checkpoint = resume.load(self, path, weights_only=weights_only)
         self._pending_random_state = checkpoint.pop("random_state", None)

@@ -15,7 +15,12 @@ from lightning_3d.parallel.mesh import data_parallel_group
 from lightning_3d.strategies.feeding import FeedingStrategy
 from lightning_3d.strategies.guards.finite import FiniteSteps, without_logs
 from lightning_3d.strategies.guards.replay import Replay, refuse_windows
-from lightning_3d.strategies.guards.start_check import describe_job, describe_optimizers, refuse_differences
+from lightning_3d.strategies.guards.start_check import (
+    describe_job,
+    describe_module,
+    describe_optimizers,
+    refuse_differences,
+)
 
 
 class GuardedStrategy(FeedingStrategy):
@@ -31,15 +36,26 @@ class GuardedStrategy(FeedingStrategy):
         """The user's `training_step`, under a pipeline with its backward."""
 
     @abstractmethod
+    def _settings_of_all_ranks(self) -> Mapping[str, Any]:
+        """What every rank was given alike, by name."""
+
+    @abstractmethod
     def _compute_forward(self, args: tuple[Any, ...]) -> Any:
         """The forward of the user's `training_step`."""
 
     # ------------------------------------------------------------------ starting
 
-    def _refuse_differences(self, trainer: L.Trainer, module: L.LightningModule, settings: Mapping[str, Any]) -> None:
-        """Before the ranks wait for each other; collective."""
-        if self.layout.world_size > 1:
-            refuse_differences(describe_job(trainer, module, settings=settings))
+    def _refuse_differences(self, trainer: L.Trainer, *, new: bool) -> None:
+        """Before the ranks wait for each other; collective.
+
+        Args:
+            new: the module is not laid out yet.
+        """
+        if self.layout.world_size == 1:
+            return
+        assert self.lightning_module is not None
+        job = describe_job(trainer, ckpt_path=self._ckpt_path, settings=self._settings_of_all_ranks())
+        refuse_differences(job | describe_module(self.lightning_module) if new else job)
 
     def _refuse_different_optimizers(self) -> None:
         if self.layout.data > 1:

@@ -165,8 +165,13 @@ class MeshStrategy(ParallelStrategy):
 
     # ------------------------------------------------------------------ talking
 
+    @property
+    def unwinding(self) -> bool:
+        """Whether this rank leaves after an error that it alone may have: no other would meet it in a collective."""
+        return self._run is not None and self._run.failed
+
     def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized():
+        if dist.is_initialized() and not self.unwinding:
             dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:

@@ -137,13 +137,11 @@ class ThreeDStrategy(GuardedStrategy):
     def setup(self, trainer: L.Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
-        if self._share is None or self._share.module is not self.lightning_module:
-            settings = {**self.layout.as_dict(), "loss_parallel": self._loss_parallel}
-            settings |= {"sequence_parallel": self._sequence_parallel, "nonfinite": self._nonfinite}
-            settings |= {"replay_every_n_steps": self._replay_every_n_steps}
-            self._refuse_differences(trainer, self.lightning_module, settings)
+        new = self._share is None or self._share.module is not self.lightning_module
+        self._refuse_differences(trainer, new=new)
+        if new:
             self._share = self._compose(self.lightning_module)
-            if self._initial_weights is not None and trainer.ckpt_path is None:
+            if self._initial_weights is not None and self._ckpt_path is None:
                 resume.load_initial_weights_(self, self._initial_weights)
         self.model = self.lightning_module
         self._reset_optimizers_and_schedulers()
@@ -163,6 +161,16 @@ class ThreeDStrategy(GuardedStrategy):
             self._watch_steps(trainer)
             self._separate_random_streams()
             average_shards(trainer, self.share)
+
+    def _settings_of_all_ranks(self) -> dict[str, Any]:
+        return {
+            **self.layout.as_dict(),
+            "loss_parallel": self._loss_parallel,
+            "sequence_parallel": self._sequence_parallel,
+            "nonfinite": self._nonfinite,
+            "replay_every_n_steps": self._replay_every_n_steps,
+            "async_checkpoint": self._async_checkpoint,
+        }
 
     def _compose(self, module: L.LightningModule) -> Share:
         _refuse_composed(module, self)

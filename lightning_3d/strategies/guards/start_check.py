@@ -27,10 +27,11 @@ _TRAINER = (
 )  # fmt: skip
 
 
-def describe_job(trainer: L.Trainer, module: L.LightningModule, *, settings: Mapping[str, Any]) -> dict[str, str]:
-    """What must be equal on all ranks before a model is laid out, by name.
+def describe_job(trainer: L.Trainer, *, ckpt_path: Any, settings: Mapping[str, Any]) -> dict[str, str]:
+    """What must be equal on all ranks whenever a Trainer begins something, by name.
 
     Args:
+        ckpt_path: that is to be loaded.
         settings: of the strategy.
     """
     found: dict[str, Any] = {
@@ -39,6 +40,8 @@ def describe_job(trainer: L.Trainer, module: L.LightningModule, *, settings: Map
         "version of lightning": L.__version__,
         "version of lightning_3d": _version("lightning-3d"),
         "what the Trainer does": trainer.state.fn,
+        # Each rank has looked for "last" and "best" by itself.
+        "ckpt_path": ckpt_path,
         "seed": os.environ.get("PL_GLOBAL_SEED"),
     }
     found |= {f"strategy's {name}": value for name, value in settings.items()}
@@ -48,8 +51,15 @@ def describe_job(trainer: L.Trainer, module: L.LightningModule, *, settings: Map
         for callback in trainer.callbacks  # type: ignore[attr-defined]
         if isinstance(callback, Checkpoint | EarlyStopping)
     ]
-    found["class of the module"] = type(module).__qualname__
-    found["automatic_optimization"] = module.automatic_optimization
+    return {name: str(value) for name, value in found.items()}
+
+
+def describe_module(module: L.LightningModule) -> dict[str, str]:
+    """What must be equal on all ranks before a module is laid out, by name."""
+    found: dict[str, Any] = {
+        "class of the module": type(module).__qualname__,
+        "automatic_optimization": module.automatic_optimization,
+    }
     found |= {f"code of {kind.__qualname__}": _code(kind) for kind in type(module).__mro__ if _is_of_the_user(kind)}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor):

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -75,12 +76,18 @@ class ForkedProcess:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._code: int | None = None
+        # As Popen has: of two threads that wait for one child, the later would find no such child.
+        self._asking = threading.Lock()
 
     def poll(self) -> int | None:
-        if self._code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self._code = os.waitstatus_to_exitcode(status)
+        # Never waiting for the lock, which a signal handler may find held by what it interrupts.
+        if self._code is None and self._asking.acquire(blocking=False):
+            try:
+                if self._code is None:
+                    pid, status = os.waitpid(self.pid, os.WNOHANG)
+                    self._code = os.waitstatus_to_exitcode(status) if pid else None
+            finally:
+                self._asking.release()
         return self._code
 
     def send_signal(self, sig: int, /) -> None:

@@ -61,6 +61,8 @@ class WatchedRun:
         self._rank, self._world_size, self._timeout = rank, world_size, timeout_seconds
         self._number = next(_NUMBERS)
         self._watching = False
+        # An error that this rank alone may have, until Lightning has torn down.
+        self.failed = False
         HERE.failure = ""
         note_waits()
         report = os.environ.get(REPORT_VARIABLE)
@@ -106,6 +108,9 @@ class WatchedRun:
         if self._launcher.failed and self._watching:
             for callback in self._unsaved:
                 callback.save_on_exception = True
+            if self.failed:
+                self.failed = False
+                del self._trainer.save_checkpoint
             self._close(done=self._stop.agreed)
 
     # ------------------------------------------------------------------ parts
@@ -160,16 +165,16 @@ class WatchedRun:
         # It may be an effect of a killed rank, and torchrun ends this one before its watchdog looks again.
         self._watchdog.tell_of_failure()
         HERE.failure = HERE.failure or type(error).__name__
+        self.failed = True
+        # All ranks write a checkpoint together, and this error may be one rank's alone.
+        self._trainer.save_checkpoint = _not_saved  # type: ignore[method-assign]
         for callback in self._trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.save_on_exception:
-                # All ranks write a checkpoint together, and this error may be one rank's alone.
+                # It would note and log what is not there.
                 callback.save_on_exception = False
                 self._unsaved.append(callback)
         if self._unsaved:
-            rank_zero_warn(
-                "save_on_exception=True has no effect for an error that one rank alone may have: a checkpoint is "
-                "written by all ranks together. It has for SIGTERM and Ctrl-C. Set every_n_train_steps for the others."
-            )
+            _not_saved("the checkpoint of save_on_exception=True")
 
     def _succeeded(self) -> None:
         self._close(done=True)
@@ -178,6 +183,14 @@ class WatchedRun:
         self._watchdog.close(done=done)
         if done and self._own_folder is not None:
             shutil.rmtree(self._own_folder, ignore_errors=True)
+
+
+def _not_saved(filepath: Any, *_: Any, **__: Any) -> None:
+    """Stands for Trainer.save_checkpoint."""
+    rank_zero_warn(
+        f"{filepath} is not saved after an error that one rank alone may have: a checkpoint is written by all ranks "
+        "together. After SIGTERM and Ctrl-C it is. Set ModelCheckpoint(every_n_train_steps=...) for other errors."
+    )
 
 
 def _coordinates(mesh: DeviceMesh, layout: Layout) -> dict[str, int]:

@@ -12,7 +12,7 @@ from lightning_3d.checkpoint import optimizer_state as flat_state
 from lightning_3d.checkpoint.names import saved_name
 from lightning_3d.checkpoint.plain import copy_key
 from lightning_3d.checkpoint.random_state import random_state
-from lightning_3d.checkpoint.writing import Contents, packed
+from lightning_3d.checkpoint.writing import FORMAT, Contents, packed
 from lightning_3d.errors import CheckpointError
 from lightning_3d.strategies.saving import plain_files
 from lightning_3d.strategies.saving.copies import copies_in
@@ -20,8 +20,6 @@ from lightning_3d.strategies.saving.weights import names_of_whole
 
 if TYPE_CHECKING:
     from lightning_3d.strategies.checkpointing import CheckpointingStrategy
-
-FORMAT = 1
 
 
 def contents(strategy: CheckpointingStrategy, checkpoint: dict[str, Any]) -> Contents:

@@ -60,9 +60,10 @@ def load(strategy: CheckpointingStrategy, path: str, *, weights_only: bool | Non
     saved = store.saved_tensors(where)
     fitting = strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING
     if fitting and strategy.optimizers and not below(saved, OPTIMIZER):
+        local = "its copy on this machine" if "://" in path else str(where)
         raise CheckpointError(
             f"{where} holds weights only (save_weights_only=True), no optimizer state to go on with. To start from "
-            f"its weights, leave out ckpt_path and set ThreeDStrategy(initial_weights={str(where)!r})."
+            f"its weights, leave out ckpt_path and set ThreeDStrategy(initial_weights={local!r})."
         )
     checkpoint = together(lambda: store.load_extra(where, weights_only=restricted), f"loading checkpoint {where}")
     model = _model_room(strategy.lightning_module, below(saved, MODEL), elsewhere=strategy.share.elsewhere)

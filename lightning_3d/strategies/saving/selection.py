@@ -104,6 +104,22 @@ def pick_last_of_committed(trainer: L.Trainer, *, storage_options: dict[str, Any
     connector._parse_ckpt_path = parse_committed
 
 
+def note_ckpt_path(trainer: L.Trainer, note: Callable[[str | os.PathLike[str] | None], None]) -> None:
+    """Be told, whenever a run begins, from which checkpoint; `trainer.ckpt_path` is set only when that is loaded."""
+    connector: Any = trainer._checkpoint_connector
+    if hasattr(connector._select_ckpt_path, "__wrapped__"):
+        return
+    select = connector._select_ckpt_path
+
+    @wraps(select)
+    def select_noted(*args: Any, **kwargs: Any) -> Any:
+        found = select(*args, **kwargs)
+        note(found)
+        return found
+
+    connector._select_ckpt_path = select_noted
+
+
 def _last(trainer: L.Trainer, storage_options: dict[str, Any] | None) -> str | None:
     found: dict[str, float] = {}
     for callback in trainer.checkpoint_callbacks:

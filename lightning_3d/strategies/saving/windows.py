@@ -24,15 +24,22 @@ class SaveAtWindowEnd(L.Callback):
         """Whether a checkpoint was asked for and is not saved yet."""
         return bool(self._waiting)
 
+    def lasting(self, trainer: L.Trainer) -> bool:
+        """Whether the training goes on, so that there will be a later moment: no exception has ended it."""
+        return self._training and not trainer.interrupted
+
     def postpone(self, trainer: L.Trainer, checkpoint: Mapping[str, Any], path: str, storage_options: Any) -> bool:
         """Whether this checkpoint is saved later."""
         module = trainer.lightning_module
         if not module.automatic_optimization or not trainer.fit_loop.epoch_loop._should_accumulate():
             return False
         done = trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches
-        if not self._training or not done:
+        if not self.lasting(trainer):
             # An exception, or an early end: this window never ends.
-            if self._training or trainer.training:
+            if trainer.interrupted:
+                # What was asked for earlier comes first: its commit lets former checkpoints go.
+                self._save(trainer)
+            if trainer.interrupted or trainer.training:
                 rank_zero_warn(
                     f"{path} is saved inside an accumulation window, without its gradients: a run that goes on from it "
                     f"does {done} batches again."
@@ -53,11 +60,12 @@ class SaveAtWindowEnd(L.Callback):
         self._training = False
         self._save(trainer)
 
-    def on_exception(self, *_: Any) -> None:
+    def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
         self._training = False
-        self._waiting.clear()
+        self._save(trainer)
 
     def _save(self, trainer: L.Trainer) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for path, (weights_only, storage_options) in waiting.items():
+        while self._waiting:
+            path = next(iter(self._waiting))
+            weights_only, storage_options = self._waiting.pop(path)
             trainer.save_checkpoint(path, weights_only, storage_options)
