@@ -46,6 +46,7 @@ class Cursor:
     Args:
         names: of all blocks, in order, for messages.
         stream: tells this rank from others where their random numbers must differ at this moment.
+        reseeded: called when the generators were seeded anew there.
     """
 
     names: list[str]
@@ -57,6 +58,7 @@ class Cursor:
     shapes: dict[int, torch.Tensor] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     stream: Callable[[], str] = field(default=lambda: "")
+    reseeded: Callable[[], None] = field(default=lambda: None)
 
     @contextmanager
     def serving(self, stage: Stage, *, wire: torch.Tensor | None, seed: str, probing: bool = False) -> Iterator[None]:
@@ -78,6 +80,7 @@ class Cursor:
     def reseed(self, place: object) -> None:
         """Random numbers from here on depend on the micro-batch and the place alone, not on where the cuts are."""
         seed_generators(self._seed_at(place))
+        self.reseeded()
 
     def _seed_at(self, place: object) -> str:
         return f"{self.seed}/{place}{self.stream()}"

@@ -86,7 +86,6 @@ def _with_first(args: Any, kwargs: Any, value: torch.Tensor) -> Any:
 
 def _before(region: SequenceRegion, first: bool, block: nn.Module, args: Any, kwargs: Any) -> Any:
     hidden = args[0] if args else next(iter(kwargs.values()))
-    region.abandon()
     Region.enter(region, hidden, training=block.training)
     if not first:
         return None

@@ -47,6 +47,7 @@ class Region:
         # Modules and names of every parameter, by its id: those that are tied stay one object when one is split.
         self.owners: Owners = {}
         self._outside: RandomState | None = None
+        self._own_seed = 0
         self._copied: tuple[weakref.ref[torch.Tensor], int, torch.Tensor] | None = None
 
     def copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -66,7 +67,21 @@ class Region:
 
     def stream(self) -> str:
         """Names this rank where it must not draw what others draw."""
-        return f"/tensor{self.rank}" if self._outside is not None else ""
+        return f"/tensor{self.rank}" if self._inside() else ""
+
+    def reseeded(self) -> None:
+        """The generators were seeded anew, by a text that `stream` is a part of: whoever was inside still is."""
+        self._own_seed = torch.default_generator.initial_seed()
+
+    def _inside(self) -> bool:
+        """Whether this rank draws from a stream of its own.
+
+        The generator itself tells: a recomputation may end inside of a region, and so may a step that fails. What has
+        restored or seeded the generator since has left the region too.
+        """
+        if self._outside is not None and torch.default_generator.initial_seed() != self._own_seed:
+            self._outside = None
+        return self._outside is not None
 
     def _into(self, tensor: torch.Tensor) -> torch.Tensor:
         return copy_in(tensor, self.group) if _records(tensor) else tensor
@@ -85,31 +100,30 @@ class Region:
 
     def enter(self, hidden: torch.Tensor, *, training: bool) -> None:
         """Activations are split from here on: dropout must differ between ranks."""
-        if training and self._outside is None:
+        if training and not self._inside():
             # Drawn alike on all ranks, so that their streams outside stay equal.
             seed = int(torch.randint(2**62, ()))
             self._outside = _random_state(hidden)
-            torch.default_generator.manual_seed(seed + self.rank)
+            self._own_seed = seed + self.rank
+            torch.default_generator.manual_seed(self._own_seed)
             if hidden.is_cuda:
-                torch.cuda.manual_seed(seed + self.rank)
-
-    def abandon(self) -> None:
-        """Forget a region that was not left: a recomputation may end inside, and restores random streams by itself."""
-        self._outside = None
+                torch.cuda.manual_seed(self._own_seed)
 
     def leave(self, hidden: torch.Tensor) -> None:
         """Activations are about to be equal on all ranks again."""
         self.forget()
-        if self._outside is not None:
+        if self._inside():
+            assert self._outside is not None
             _set_random_state(self._outside, hidden)
             self._outside = None
 
     @contextmanager
     def common_stream(self, hidden: torch.Tensor) -> Iterator[None]:
         """Inside of a split region too, draw what all ranks draw: dropout of an activation that is whole."""
-        if self._outside is None:
+        if not self._inside():
             yield
             return
+        assert self._outside is not None
         own = _random_state(hidden)
         _set_random_state(self._outside, hidden)
         try:
