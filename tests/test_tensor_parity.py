@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
+import random
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -439,6 +442,55 @@ def test_dropout_differs_between_ranks_inside_a_split_region_and_is_equal_outsid
         assert all(torch.equal(a, b) is equal for a, b in masks)
         share = torch.stack([a.double().mean() for a, _ in masks]).mean()
         assert 0.4 < float(share) < 0.6
+
+
+class Drawing(Language):
+    """Notes what it draws from each generator, in each kind of step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: dict[str, list[tuple[float, ...]]] = {}
+
+    def draw(self, step: str, rows: torch.Tensor) -> torch.Tensor:
+        drawn = random.random(), float(np.random.rand()), float(torch.rand(()))
+        self.drawn.setdefault(step, []).append(drawn)
+        return self.model(rows[:, :-1]).mean()
+
+    def training_step(self, rows: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.draw("train", rows)
+
+    def validation_step(self, rows: torch.Tensor, batch_idx: int) -> None:
+        self.draw("validate", rows)
+
+    def test_step(self, rows: torch.Tensor, batch_idx: int) -> None:
+        self.draw("test", rows)
+
+    def predict_step(self, rows: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.draw("predict", rows)
+
+
+def draw_in_steps(layout: str) -> dict[str, list[tuple[float, ...]]]:
+    L.seed_everything(1, verbose=False)
+    module, options = Drawing(), {"replicas": replicas(layout)}
+    trainer = trainer_for(layout, max_epochs=2, num_microbatches=1 if "pp" in layout else None)
+    # What ranks do between steps must not reach into them.
+    random.seed(os.getpid())
+    trainer.fit(module, ordered(Rows(24), **options), ordered(Rows(16), **options))
+    trainer.test(module, ordered(Rows(24), **options), verbose=False)
+    trainer.predict(module, ordered(Rows(24), **options), return_predictions=False)
+    return module.drawn
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2-tp2", "tp2-pp2"])
+def test_each_step_draws_other_numbers_and_those_of_its_data_parallel_rank(layout: str) -> None:
+    ranks = run(layout, draw_in_steps)
+    axes = replicas(layout)
+    for step, count in (("train", 6), ("validate", 4), ("test", 3), ("predict", 3)):
+        # Under a pipeline the first are those of a probe.
+        distinct = {tuple(got[step][-count:]) for got in ranks}
+        assert len(distinct) == axes, step
+        for kind in range(3):
+            assert len({numbers[kind] for mine in distinct for numbers in mine}) == count * axes, step
 
 
 class CheckpointedBlock(Block):
