@@ -172,8 +172,8 @@ class ThreeDStrategy(GuardedStrategy):
                 f"{type(module).__name__} sets automatic_optimization=False, but a pipeline runs the backward itself. "
                 "Set pipeline_parallel_size=1, or use automatic optimization."
             )
-        seed = self._recording.seed = self.broadcast(torch.initial_seed())
-        self._seeds = StepSeeds(module, seed=seed, data_parallel_rank=self.data_parallel_rank)
+        self._seed = self._recording.seed = self.broadcast(torch.initial_seed())
+        self._seeds = StepSeeds(module, seed=self._seed, data_parallel_rank=self.data_parallel_rank)
         if self._layer_sync is not None:
             # Changes the module's own layers in place.
             self._layer_sync.apply(module)
