@@ -58,7 +58,7 @@ class Region:
         if self._copied is not None:
             source, version, copied = self._copied
             known = (source() is tensor or copied is tensor) and version == tensor._version
-            if known and copied.requires_grad == _records(tensor):
+            if known and copied.requires_grad == records(tensor):
                 return copied
         copied = self._into(tensor)
         # Kept here and not on the tensor: a view that its base holds would never be freed.
@@ -84,11 +84,15 @@ class Region:
         return self._outside is not None
 
     def _into(self, tensor: torch.Tensor) -> torch.Tensor:
-        return copy_in(tensor, self.group) if _records(tensor) else tensor
+        return copy_in(tensor, self.group) if records(tensor) else tensor
 
     def out_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Out of a split region, of which `tensor` is this rank's partial result."""
         return reduce_out(tensor, self.group)
+
+    def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Gathered outputs, which are used outside of split regions."""
+        return tensor
 
     def whole(self, parameter: torch.Tensor) -> torch.Tensor:
         """A parameter that is used outside of split regions."""
@@ -211,7 +215,7 @@ def apply_colwise(name: str, module: nn.Module, region: Region, *, gather: bool 
         sizes = _chunks(total, region.size)
         if region.loss_parallel and min(sizes) > 0:
             return SplitLogits.wrap(output, group=region.group, sizes=sizes, gather=_GatherOut.apply)
-        return _GatherOut.apply(output, region.group, sizes)
+        return region.gathered(_GatherOut.apply(output, region.group, sizes))
 
     set_forward(linear, forward)
 
@@ -350,7 +354,8 @@ def _set_random_state(state: RandomState, hidden: torch.Tensor) -> None:
         torch.cuda.set_rng_state(on_cuda, hidden.device)
 
 
-def _records(tensor: torch.Tensor) -> bool:
+def records(tensor: torch.Tensor) -> bool:
+    """Whether a gradient will come back to it."""
     return tensor.requires_grad and torch.is_grad_enabled()
 
 

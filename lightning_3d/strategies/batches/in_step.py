@@ -56,9 +56,7 @@ class InStep:
         )
         return changed(loader, lambda batches: islice(batches, min(lengths)), length=min(lengths))
 
-    def _voted(
-        self, batches: Iterator[Any], *, name: str, seen: Callable[[], str | None] | None
-    ) -> Iterator[Any]:
+    def _voted(self, batches: Iterator[Any], *, name: str, seen: Callable[[], str | None] | None) -> Iterator[Any]:
         count = 0
         while True:
             try:
