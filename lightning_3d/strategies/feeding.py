@@ -87,10 +87,11 @@ class FeedingStrategy(CheckpointingStrategy):
             # Ranks of a GPU must not wait for it to learn whether there is a batch.
             group = None if dist.get_backend() == "gloo" else new_group(backend="gloo")
             self._in_step = InStep(group=group)
+            loop: Any = trainer.fit_loop.epoch_loop
             self._alike = Alike(
                 group=group,
                 data_parallel_rank=self.data_parallel_rank,
-                trained=lambda: trainer.fit_loop.epoch_loop.batch_progress.total.processed,
+                trained=lambda: loop.batch_progress.total.processed,
             )
         name = trainer.state.stage.dataloader_prefix or ""
         loader = self._in_step.keep(loader, name=name, sharded=ours)
