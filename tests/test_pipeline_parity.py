@@ -105,11 +105,11 @@ def test_batches_that_micro_batches_do_not_divide_train_as_in_one_process() -> N
     assert_encoder_equal(run("pp2", fit_encoder, 2, Encoder, 29), run(None, fit_encoder, 2, Encoder, 29)[0])
 
 
-def fit_mlp(layout: str | None) -> dict[str, Any]:
+def fit_mlp(layout: str | None, samples: int = 43) -> dict[str, Any]:
     L.seed_everything(1, verbose=False)
     recorder, module = Recorder(), MLP()
     trainer = trainer_for(layout, max_epochs=1, precision="64-true", callbacks=[recorder])
-    trainer.fit(module, ordered(Points(43), replicas=replicas(layout)))
+    trainer.fit(module, ordered(Points(samples), replicas=replicas(layout)))
     return {"losses": recorder.losses, "norms": recorder.norms, "weights": whole_weights(module)}
 
 

@@ -53,6 +53,10 @@ def test_pairs_that_a_pipeline_cuts_are_left_whole() -> None:
     plan = {"net.0": "colwise", "net.2": "rowwise", "net.3": "colwise", "net.5": "rowwise", "head": "colwise"}
     stages = {"net.0": 0, "net.1": 0, "net.2": 1, "net.3": 1, "net.4": 1, "net.5": 1}
     assert without_cut_pairs(plan, stages=stages) == {"net.3": "colwise", "net.5": "rowwise", "head": "colwise"}
+    # Summed over ranks that each compute it whole, a gradient would count twice.
+    between = {"net.1.scale": "replicate", "net.4": "replicate"}
+    kept = without_cut_pairs({**plan, **between}, stages=stages)
+    assert kept == {"net.3": "colwise", "net.4": "replicate", "net.5": "rowwise", "head": "colwise"}
 
 
 class Planned(nn.Module):

@@ -22,12 +22,14 @@ from torch.utils.data import DataLoader, Dataset
 from training import run, trainer_for
 
 from lightning_3d.cli.comparison import Comparison, Recorder, RunRecord, compare, fit
+from lightning_3d.errors import LaunchError
 from lightning_3d.parallel import cursor, gradients, sequence, split_logits, staged, tensor
 from lightning_3d.parallel.cursor import Cursor
 from lightning_3d.parallel.local import local_tensor
 from lightning_3d.parallel.staged import StagedModule
 from lightning_3d.parallel.tensor import Region
 from lightning_3d.strategies import pipelined_step, three_d
+from lightning_3d.strategies.guards.whole_gradients import WholeGradients
 
 pytestmark = pytest.mark.distributed
 
@@ -74,10 +76,13 @@ MODULES: dict[str, tuple[Callable[[], L.LightningModule], type[Dataset], dict[st
 }
 
 
-def train(layout: str | None, module: str, plant: Callable[[], None] | None = None) -> RunRecord:
+def train(layout: str | None, module: str, plant: Callable[[], None] | None = None, guarded: bool = False) -> RunRecord:
     L.seed_everything(1, verbose=False)
     if plant is not None:
         plant()
+        if not guarded:
+            # A run would end where the copies of a parameter drift apart.
+            WholeGradients.before_update = lambda *_: None  # type: ignore[method-assign]
     build, kind, options = MODULES[module]
     recorder = Recorder()
     trainer = trainer_for(
@@ -297,3 +302,10 @@ def test_fault_is_told(fault: str, references: dict[str, RunRecord]) -> None:
     comparison: Comparison = compare(references[module], run(layout, train, module, plant))
     assert getattr(comparison, figure) > 1e3 * TOLERANCE.loss
     assert any(excess.startswith(figure.replace("_", " ")) for excess in comparison.excesses(TOLERANCE))
+
+
+@pytest.mark.parametrize("fault", ["parts of a whole weight's gradient", "gradients of norms in parts"])
+def test_fault_by_which_copies_drift_apart_ends_the_run_itself(fault: str) -> None:
+    module, layout, plant, _ = FAULTS[fault]
+    with pytest.raises(LaunchError, match="ModelError: the gradient of .* differs between tensor-parallel ranks"):
+        run(layout, train, module, plant, True)

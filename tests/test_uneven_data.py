@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import random
+import re
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from training import run, trainer_for
 
 from lightning_3d.errors import ConfigError, DataError
@@ -21,7 +26,7 @@ pytestmark = pytest.mark.distributed
 class Counting(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+        self.layers = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.Linear(2, 1))
         self.trained: list[list[float]] = []
         self.validated: list[list[float]] = []
 
@@ -133,6 +138,80 @@ def test_a_stream_that_cuts_itself_is_not_cut_again_in_silence() -> None:
 def test_peers_of_one_model_that_are_given_other_data_are_told(kind: str) -> None:
     for message in run("pp2", fit_shifting, kind):
         assert "gives rank 1 another batch than rank 0" in message and "distributed_sampler_kwargs" in message
+
+
+class Augmented(Dataset):
+    """Each sample is drawn, from the generators that a process has or from one that goes by the process."""
+
+    def __init__(self, *, by_process: bool = False) -> None:
+        self.by_process = by_process
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.by_process:
+            return torch.rand(1, generator=torch.Generator().manual_seed(os.getpid()))
+        return torch.tensor([random.random() + float(np.random.rand()) + float(torch.rand(()))])
+
+
+class Apart(L.Callback):
+    """Leaves processes as unseeded ones are, or those that have drawn differently."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(os.getpid())
+
+
+def fit_augmented(layout: str, kind: str, folder: str | None = None) -> Any:
+    workers = kind == "workers"
+    L.seed_everything(1, workers=workers, verbose=False)
+    module, resumed = Counting(), kind == "resumed"
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
+    trainer = trainer_for(
+        layout,
+        max_epochs=2,
+        enable_checkpointing=folder is not None,
+        callbacks=[Apart(), *([saver] if folder else [])],
+        use_distributed_sampler=kind != "not shared out",
+    )
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": int(workers)}
+    loaders = [DataLoader(Augmented(), **options) for _ in range(2)]
+    trainer.fit(module, *loaders, ckpt_path=f"{folder}/step=4.ckpt" if resumed else None)
+    return trainer.strategy.data_parallel_rank, module.trained, module.validated  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [("tp2", "main process"), ("tp2", "workers"), ("tp2", "not shared out"), ("dp2-tp2", "main process"),
+     ("zero1x2-pp2", "main process")],
+)  # fmt: skip
+def test_what_a_dataset_draws_is_equal_on_peers_and_new_in_each_batch(layout: str, kind: str) -> None:
+    parts: dict[int, Any] = {}
+    for data_rank, *seen in run(layout, fit_augmented, kind):
+        # A pipeline runs the step more than once on a batch.
+        numbers = [list(dict.fromkeys(number for batch in stage for number in batch)) for stage in seen]
+        assert parts.setdefault(data_rank, numbers) == numbers
+    for stage in (0, 1):
+        drawn = [number for part in parts.values() for number in part[stage]]
+        assert len(drawn) == len(set(drawn)) == 2 * 24
+
+
+def test_a_resumed_run_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
+    whole, resumed = (run("tp2", fit_augmented, kind, str(tmp_path))[0][1] for kind in ("main process", "resumed"))
+    assert resumed == whole[4:]
+
+
+def fit_by_process(layout: str) -> str:
+    with pytest.raises(DataError) as caught:
+        trainer_for(layout, max_epochs=1).fit(Counting(), DataLoader(Augmented(by_process=True), batch_size=4))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "zero1x2-pp2"])
+def test_a_dataset_that_goes_by_the_process_is_told_to_peers(layout: str) -> None:
+    for message in run(layout, fit_by_process):
+        assert re.search(r"train loader gives rank \d another batch than rank \d, .*seeded by the process", message)
 
 
 class Predicting(Counting):

@@ -61,7 +61,7 @@ def compose(
         region = Region(mesh["tp"], loss_parallel=loss_parallel)
         if split is not None:
             plan = without_cut_pairs(plan, stages=split.stage_of_blocks)
-            split.cursor.stream = region.stream
+            split.cursor.stream, split.cursor.reseeded = region.stream, region.reseeded
         stacks = _stacks(module, split) if sequence_parallel else []
         apply_tensor_parallel(module, plan, region=region, stacks=stacks)
     share: Share

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_3d.checkpoint.random_state import seed_number
 from lightning_3d.errors import ModelError
 from lightning_3d.parallel.placeholder import is_placeholder
 
@@ -46,6 +46,7 @@ class Cursor:
     Args:
         names: of all blocks, in order, for messages.
         stream: tells this rank from others where their random numbers must differ at this moment.
+        reseeded: called when the generators were seeded anew there.
     """
 
     names: list[str]
@@ -57,6 +58,7 @@ class Cursor:
     shapes: dict[int, torch.Tensor] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     stream: Callable[[], str] = field(default=lambda: "")
+    reseeded: Callable[[], None] = field(default=lambda: None)
 
     @contextmanager
     def serving(self, stage: Stage, *, wire: torch.Tensor | None, seed: str, probing: bool = False) -> Iterator[None]:
@@ -78,6 +80,7 @@ class Cursor:
     def reseed(self, place: object) -> None:
         """Random numbers from here on depend on the micro-batch and the place alone, not on where the cuts are."""
         seed_generators(self._seed_at(place))
+        self.reseeded()
 
     def _seed_at(self, place: object) -> str:
         return f"{self.seed}/{place}{self.stream()}"
@@ -200,17 +203,13 @@ class Cursor:
 
 def seed_other_generators(seed: str) -> None:
     """Seed Python's and NumPy's generators of this process from a text."""
-    random.seed(_number(seed))
-    np.random.seed(_number(seed) % 2**32)
-
-
-def _number(seed: str) -> int:
-    return int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest(), "little") >> 1
+    random.seed(seed_number(seed))
+    np.random.seed(seed_number(seed) % 2**32)
 
 
 def seed_generators(seed: str) -> None:
     """Seed torch's generators of this process from a text."""
-    number = _number(seed)
+    number = seed_number(seed)
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.manual_seed(number)

@@ -47,6 +47,7 @@ class Region:
         # Modules and names of every parameter, by its id: those that are tied stay one object when one is split.
         self.owners: Owners = {}
         self._outside: RandomState | None = None
+        self._own_seed = 0
         self._copied: tuple[weakref.ref[torch.Tensor], int, torch.Tensor] | None = None
 
     def copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -57,7 +58,7 @@ class Region:
         if self._copied is not None:
             source, version, copied = self._copied
             known = (source() is tensor or copied is tensor) and version == tensor._version
-            if known and copied.requires_grad == _records(tensor):
+            if known and copied.requires_grad == records(tensor):
                 return copied
         copied = self._into(tensor)
         # Kept here and not on the tensor: a view that its base holds would never be freed.
@@ -66,14 +67,32 @@ class Region:
 
     def stream(self) -> str:
         """Names this rank where it must not draw what others draw."""
-        return f"/tensor{self.rank}" if self._outside is not None else ""
+        return f"/tensor{self.rank}" if self._inside() else ""
+
+    def reseeded(self) -> None:
+        """The generators were seeded anew, by a text that `stream` is a part of: whoever was inside still is."""
+        self._own_seed = torch.default_generator.initial_seed()
+
+    def _inside(self) -> bool:
+        """Whether this rank draws from a stream of its own.
+
+        The generator itself tells: a recomputation may end inside of a region, and so may a step that fails. What has
+        restored or seeded the generator since has left the region too.
+        """
+        if self._outside is not None and torch.default_generator.initial_seed() != self._own_seed:
+            self._outside = None
+        return self._outside is not None
 
     def _into(self, tensor: torch.Tensor) -> torch.Tensor:
-        return copy_in(tensor, self.group) if _records(tensor) else tensor
+        return copy_in(tensor, self.group) if records(tensor) else tensor
 
     def out_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Out of a split region, of which `tensor` is this rank's partial result."""
         return reduce_out(tensor, self.group)
+
+    def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Gathered outputs, which are used outside of split regions."""
+        return tensor
 
     def whole(self, parameter: torch.Tensor) -> torch.Tensor:
         """A parameter that is used outside of split regions."""
@@ -85,31 +104,30 @@ class Region:
 
     def enter(self, hidden: torch.Tensor, *, training: bool) -> None:
         """Activations are split from here on: dropout must differ between ranks."""
-        if training and self._outside is None:
+        if training and not self._inside():
             # Drawn alike on all ranks, so that their streams outside stay equal.
             seed = int(torch.randint(2**62, ()))
             self._outside = _random_state(hidden)
-            torch.default_generator.manual_seed(seed + self.rank)
+            self._own_seed = seed + self.rank
+            torch.default_generator.manual_seed(self._own_seed)
             if hidden.is_cuda:
-                torch.cuda.manual_seed(seed + self.rank)
-
-    def abandon(self) -> None:
-        """Forget a region that was not left: a recomputation may end inside, and restores random streams by itself."""
-        self._outside = None
+                torch.cuda.manual_seed(self._own_seed)
 
     def leave(self, hidden: torch.Tensor) -> None:
         """Activations are about to be equal on all ranks again."""
         self.forget()
-        if self._outside is not None:
+        if self._inside():
+            assert self._outside is not None
             _set_random_state(self._outside, hidden)
             self._outside = None
 
     @contextmanager
     def common_stream(self, hidden: torch.Tensor) -> Iterator[None]:
         """Inside of a split region too, draw what all ranks draw: dropout of an activation that is whole."""
-        if self._outside is None:
+        if not self._inside():
             yield
             return
+        assert self._outside is not None
         own = _random_state(hidden)
         _set_random_state(self._outside, hidden)
         try:
@@ -197,7 +215,7 @@ def apply_colwise(name: str, module: nn.Module, region: Region, *, gather: bool 
         sizes = _chunks(total, region.size)
         if region.loss_parallel and min(sizes) > 0:
             return SplitLogits.wrap(output, group=region.group, sizes=sizes, gather=_GatherOut.apply)
-        return _GatherOut.apply(output, region.group, sizes)
+        return region.gathered(_GatherOut.apply(output, region.group, sizes))
 
     set_forward(linear, forward)
 
@@ -336,7 +354,8 @@ def _set_random_state(state: RandomState, hidden: torch.Tensor) -> None:
         torch.cuda.set_rng_state(on_cuda, hidden.device)
 
 
-def _records(tensor: torch.Tensor) -> bool:
+def records(tensor: torch.Tensor) -> bool:
+    """Whether a gradient will come back to it."""
     return tensor.requires_grad and torch.is_grad_enabled()
 
 

@@ -118,19 +118,27 @@ def _layers(part: nn.Module, style: str) -> list[nn.Module]:
 def without_cut_pairs(plan: Mapping[str, str], *, stages: Mapping[str, int]) -> dict[str, str]:
     """A plan without the pairs of Linears of a Sequential that lie on two pipeline stages: each computes them whole.
 
+    What lies between them is then in no split region either.
+
     Args:
         stages: of each pipelined block, by full name, in order.
     """
     kept = dict(plan)
-    opened: str | None = None
+    pair: list[str] = []
     for name, stage in stages.items():
         if plan.get(name) == "colwise":
-            opened = name
-        elif plan.get(name) == "rowwise" and opened is not None:
-            if stages[opened] != stage:
-                del kept[opened], kept[name]
-            opened = None
+            pair = [name]
+        elif pair:
+            pair.append(name)
+            if plan.get(name) == "rowwise":
+                if stages[pair[0]] != stage:
+                    kept = {n: style for n, style in kept.items() if not _is_below(n, pair)}
+                pair = []
     return kept
+
+
+def _is_below(name: str, parts: Sequence[str]) -> bool:
+    return any(name == part or name.startswith(f"{part}.") for part in parts)
 
 
 def find_plan(module: nn.Module) -> dict[str, str]:

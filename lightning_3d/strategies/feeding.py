@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_3d.errors import DataError
 from lightning_3d.parallel.mesh import data_parallel_group, new_group
+from lightning_3d.strategies.batches.alike import Alike
 from lightning_3d.strategies.batches.global_batches import Progress
 from lightning_3d.strategies.batches.in_step import InStep
 from lightning_3d.strategies.batches.predictions import gather_predictions
@@ -35,6 +36,7 @@ class FeedingStrategy(CheckpointingStrategy):
     _places: list[dict[str, Any]] | None = None
     _longest = -1.0
     _in_step: InStep | None = None
+    _alike: Alike | None = None
     # Of each loader since loaders were last set up, whether it is shared out; and whether a step has come since.
     _shared_out: Mapping[RunningStage, list[bool]] = MappingProxyType({})
     _stepped = True
@@ -63,13 +65,14 @@ class FeedingStrategy(CheckpointingStrategy):
         if self._stepped:
             self._shared_out, self._stepped = defaultdict(list), False
         before = self._shared_out[trainer.state.stage]
+        seed = int(os.environ.get("PL_GLOBAL_SEED", self._seed))
         loader: Any = dataloader
         if self._shards_data:
             loader = shard_dataloader(
                 loader,
                 **self.distributed_sampler_kwargs,
                 # Loaders that are read side by side have orders of their own.
-                seed=int(os.environ.get("PL_GLOBAL_SEED", self._seed)) + _SEED_STEP * len(before),
+                seed=seed + _SEED_STEP * len(before),
                 progress=lambda: _progress(trainer),
             )
         ours = loader is not dataloader
@@ -80,11 +83,20 @@ class FeedingStrategy(CheckpointingStrategy):
             self._continue(loader, trainer, ours=ours)
         if self.layout.world_size == 1:
             return loader
-        if self._in_step is None:
+        if self._in_step is None or self._alike is None:
             # Ranks of a GPU must not wait for it to learn whether there is a batch.
             group = None if dist.get_backend() == "gloo" else new_group(backend="gloo")
-            self._in_step = InStep(group=group, data_parallel_rank=self.data_parallel_rank)
-        return self._in_step.keep(loader, name=trainer.state.stage.dataloader_prefix or "", sharded=ours)
+            self._in_step = InStep(group=group)
+            loop: Any = trainer.fit_loop.epoch_loop
+            self._alike = Alike(
+                group=group,
+                data_parallel_rank=self.data_parallel_rank,
+                trained=lambda: loop.batch_progress.total.processed,
+            )
+        name = trainer.state.stage.dataloader_prefix or ""
+        loader = self._in_step.keep(loader, name=name, sharded=ours)
+        # Nor may they give the same views of one dataset.
+        return self._alike.keep(loader, name=name, source=f"{seed}/{name}/{len(before)}")
 
     def _continue(self, loader: Any, trainer: L.Trainer, *, ours: bool) -> None:
         """Put a training loader where the checkpoint says, or else at the start of Lightning's epoch."""

@@ -21,6 +21,7 @@ from lightning_3d.strategies.guards.start_check import (
     describe_optimizers,
     refuse_differences,
 )
+from lightning_3d.strategies.guards.whole_gradients import WholeGradients
 
 
 class GuardedStrategy(FeedingStrategy):
@@ -76,9 +77,14 @@ class GuardedStrategy(FeedingStrategy):
             self.lightning_module, action=action, device=self.root_device, rerun=self._compute_forward
         )
         clip = MethodType(type(plugin)._clip_gradients, plugin)
+        whole = None
+        if self.layout.tensor > 1:
+            whole = WholeGradients(self.lightning_module, group=self.mesh["tp"].get_group())
 
         def clip_finite(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
             steps.before_update(optimizer)
+            if whole is not None:
+                whole.before_update(optimizer)
             clip(model, optimizer, *args, **kwargs)
 
         # After the user's hooks, which may have put gradients right.

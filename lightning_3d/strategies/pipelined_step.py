@@ -28,6 +28,7 @@ from lightning_3d.parallel.microbatch import (
 from lightning_3d.parallel.placeholder import is_placeholder
 from lightning_3d.parallel.relay import Relay
 from lightning_3d.parallel.staged import StagedModule
+from lightning_3d.strategies.draws import StepSeeds
 from lightning_3d.strategies.guards.step_guards import PartialModules, SharedBuffers
 from lightning_3d.strategies.logs import LogRecorder
 
@@ -43,7 +44,7 @@ class PipelinedStep:
         layout: resolved.
         group: the ranks of the pipeline.
         data_group: the data-parallel ranks.
-        seed: of the job, equal on all ranks.
+        seeds: of what the steps draw.
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class PipelinedStep:
         layout: Layout,
         group: ProcessGroup,
         data_group: ProcessGroup,
-        seed: int,
+        seeds: StepSeeds,
     ) -> None:
         self._module = module
         self._share = share
         self._layout = layout
         self._data_group = data_group
-        self.seed = seed
+        self._seeds = seeds
         self.running = False
         self._recorder = LogRecorder(module)
         self._relay = Relay(group, source=group.size() - 1, device=module.device)
@@ -70,7 +71,6 @@ class PipelinedStep:
         self._partial = PartialModules(module)
         split = share.pipeline.split
         self._buffers = SharedBuffers(module, own=[part for stage in split.stages for part in split.pieces(stage)])
-        self._evaluated = 0
         self._quiet = False
 
     def train(
@@ -162,7 +162,7 @@ class PipelinedStep:
                     step,
                     sizes=sizes,
                     signature=_signature(batch, sizes, function.__name__),
-                    seed=f"{self.seed}/{function.__name__}/{self._place(training)}/{self._data_group.rank()}",
+                    seed=self._seeds.next(function.__name__),
                     training=training,
                     sync=last,
                     loss_dtype=self._loss_dtype(),
@@ -203,13 +203,6 @@ class PipelinedStep:
             while not fits_interleaved(count, stages):
                 count -= 1
         return count
-
-    def _place(self, training: bool) -> str:
-        """Names the batch among all of a run, on a resumed run too."""
-        if training:
-            return str(self._module.trainer.fit_loop.epoch_loop.total_batch_idx)
-        self._evaluated += 1
-        return str(self._evaluated)
 
     def _loss_dtype(self) -> torch.dtype:
         double = any(p.dtype == torch.float64 for p in self._module.parameters())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_3d.checkpoint.random_state import random_state, set_random_state
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout, Size
 from lightning_3d.parallel.compose import compose
-from lightning_3d.parallel.cursor import seed_generators
 from lightning_3d.parallel.gradients import clip_by_norm_, clip_by_value_, global_norm
 from lightning_3d.parallel.init import Recording, record_initialization, record_operations
 from lightning_3d.parallel.mesh import data_parallel_group
 from lightning_3d.parallel.share import Share
 from lightning_3d.parallel.staged import StagedModule
+from lightning_3d.strategies.draws import StepSeeds
 from lightning_3d.strategies.guarded import GuardedStrategy
 from lightning_3d.strategies.guards.agreement import agree_on_plateaus, show_whole_scalars
 from lightning_3d.strategies.guards.finite import check_action
@@ -110,6 +109,7 @@ class ThreeDStrategy(GuardedStrategy):
         self._initial_weights = check_initial_weights(initial_weights)
         self._recording = Recording()
         self._pipelined: PipelinedStep | None = None
+        self._seeds: StepSeeds | None = None
         self._accumulating = False
 
     # ------------------------------------------------------------------ starting
@@ -181,6 +181,7 @@ class ThreeDStrategy(GuardedStrategy):
                 "Set pipeline_parallel_size=1, or use automatic optimization."
             )
         self._seed = self._recording.seed = self.broadcast(torch.initial_seed())
+        self._seeds = StepSeeds(module, seed=self._seed, data_parallel_rank=self.data_parallel_rank)
         if self._layer_sync is not None:
             # Changes the module's own layers in place.
             self._layer_sync.apply(module)
@@ -216,7 +217,7 @@ class ThreeDStrategy(GuardedStrategy):
                 layout=self.layout,
                 group=self.mesh["pp"].get_group(),
                 data_group=data_parallel_group(self.mesh),
-                seed=self._seed,
+                seeds=self._seeds,
             )
         module.__dict__["_lightning_3d_strategy"] = self
         return share
@@ -257,7 +258,7 @@ class ThreeDStrategy(GuardedStrategy):
         assert self.lightning_module is not None
         if self._pipelined is not None:
             return self._train_pipelined(self._pipelined, args)
-        with self.precision_plugin.train_step_context(), self._equal_draws("train"):
+        with self.precision_plugin.train_step_context(), self._equal_draws("training_step"):
             return self.share.run(self.lightning_module.training_step, *args, **kwargs)
 
     def _compute_forward(self, args: tuple[Any, ...]) -> Any:
@@ -307,20 +308,10 @@ class ThreeDStrategy(GuardedStrategy):
             with context(), self._equal_draws(function.__name__):
                 return self.share.run(function, *args)
 
-    @contextmanager
-    def _equal_draws(self, step: str) -> Iterator[None]:
+    def _equal_draws(self, step: str) -> AbstractContextManager[None]:
         """Tensor-parallel ranks draw alike in a step, whatever one of them has drawn between two."""
-        if self.layout.tensor == 1:
-            yield
-            return
-        assert self.lightning_module is not None
-        batch = self.lightning_module.trainer.fit_loop.epoch_loop.total_batch_idx
-        before = random_state()
-        seed_generators(f"{self._seed}/{step}/{batch}/{self.data_parallel_rank}")
-        try:
-            yield
-        finally:
-            set_random_state(before)
+        assert self._seeds is not None
+        return self._seeds.drawing(step) if self.layout.tensor > 1 else nullcontext()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

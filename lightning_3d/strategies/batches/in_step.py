@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch.distributed import ProcessGroup
 from torch.utils.data import DataLoader
 
 from lightning_3d.errors import DataError
-from lightning_3d.strategies.batches.fingerprint import fingerprint
 
 
 class InStep:
@@ -23,14 +23,12 @@ class InStep:
 
     Args:
         group: all ranks of the job, which can exchange tensors of the CPU.
-        data_parallel_rank: ranks that share one must be given the same batches.
     """
 
-    def __init__(self, *, group: ProcessGroup | None, data_parallel_rank: int) -> None:
+    def __init__(self, *, group: ProcessGroup | None) -> None:
         self._group = group
         self._size = dist.get_world_size(group)
         self._rank = dist.get_rank(group)
-        self._data_ranks: list[int] = self._gather(data_parallel_rank)
 
     def _gather(self, value: Any) -> list[Any]:
         box: list[Any] = [None] * self._size
@@ -43,26 +41,22 @@ class InStep:
         Collective; all ranks must be at their loader of this name.
 
         Args:
-            sharded: by us, so that nothing about its batches has to be looked at.
+            sharded: by us, so that a stream must give all ranks the same.
         """
         lengths = self._gather(sized_len(loader))
         stream = getattr(loader, "sampler", None) if sharded and hasattr(loader, "__dict__") else None
         seen = (lambda: stream.seen) if hasattr(stream, "seen") and stream.shards is None else None  # type: ignore[union-attr]
         if None in lengths or seen is not None:
-            return changed(loader, lambda batches: self._voted(batches, name=name, seen=seen, look=not sharded))
+            return changed(loader, lambda batches: self._voted(batches, name=name, seen=seen))
         if len(set(lengths)) == 1:
-            if sharded or len(set(self._data_ranks)) == self._size:
-                return loader
-            return changed(loader, lambda batches: self._looked_at(batches, name=name))
+            return loader
         rank_zero_warn(
             f"the {name} loader has other numbers of batches on other ranks ({_by_rank(lengths)}): all stop after "
             f"{min(lengths)}. What the others have more is left out."
         )
         return changed(loader, lambda batches: islice(batches, min(lengths)), length=min(lengths))
 
-    def _voted(
-        self, batches: Iterator[Any], *, name: str, seen: Callable[[], str | None] | None, look: bool
-    ) -> Iterator[Any]:
+    def _voted(self, batches: Iterator[Any], *, name: str, seen: Callable[[], str | None] | None) -> Iterator[Any]:
         count = 0
         while True:
             try:
@@ -81,38 +75,21 @@ class InStep:
                         "all stop there. What the others have more is left out in this epoch."
                     )
                 return
-            if count == 0 and (seen is not None or look):
-                self._compare(batch, seen=seen, name=name)
+            if count == 0 and seen is not None:
+                self._compare(seen(), name=name)
             count += 1
             yield batch
 
-    def _looked_at(self, batches: Iterator[Any], *, name: str) -> Iterator[Any]:
-        for count, batch in enumerate(batches):
-            if count == 0:
-                self._compare(batch, seen=None, name=name)
-            yield batch
-
-    def _compare(self, batch: Any, *, seen: Callable[[], str | None] | None, name: str) -> None:
-        """What must be equal of the first batch, on all ranks or on those that share their data."""
-        found = self._gather(seen() if seen is not None else fingerprint(batch))
-        if seen is not None:
-            different = [rank for rank, mine in enumerate(found) if mine != found[0]]
-            if different:
-                raise DataError(
-                    f"the dataset of the {name} loader gives rank {_listed(different)} other samples than rank 0, but "
-                    "this strategy lets all ranks read the same and keep their parts. If the dataset takes the part of "
-                    "its rank itself, set Trainer(use_distributed_sampler=False) and let it go by "
-                    "trainer.strategy.distributed_sampler_kwargs; if it shuffles, seed it alike on all ranks."
-                )
-            return
-        first = {data_rank: rank for rank, data_rank in reversed(list(enumerate(self._data_ranks)))}
-        different = [rank for rank, data_rank in enumerate(self._data_ranks) if found[rank] != found[first[data_rank]]]
+    def _compare(self, seen: str | None, *, name: str) -> None:
+        """What all ranks have read first of a stream."""
+        found = self._gather(seen)
+        different = [rank for rank, mine in enumerate(found) if mine != found[0]]
         if different:
-            other = first[self._data_ranks[different[0]]]
             raise DataError(
-                f"the {name} loader gives rank {different[0]} another batch than rank {other}, but both hold parts of "
-                f"the same model and must see the same data (data-parallel rank {self._data_ranks[other]}). Shard by "
-                "**trainer.strategy.distributed_sampler_kwargs, not by the rank of the process."
+                f"the dataset of the {name} loader gives rank {_listed(different)} other samples than rank 0, but "
+                "this strategy lets all ranks read the same and keep their parts. If the dataset takes the part of "
+                "its rank itself, set Trainer(use_distributed_sampler=False) and let it go by "
+                "trainer.strategy.distributed_sampler_kwargs; if it shuffles, seed it alike on all ranks."
             )
 
 
@@ -124,17 +101,30 @@ def _listed(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def changed(loader: Any, change: Callable[[Iterator[Any]], Iterator[Any]], *, length: int | None = None) -> Any:
-    """A loader whose iterators are changed; of the same class where it is torch's."""
+def changed(
+    loader: Any,
+    change: Callable[[Iterator[Any]], Iterator[Any]],
+    *,
+    length: int | None = None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Any:
+    """A loader whose iterators are changed; of the same class where it is torch's.
+
+    Args:
+        length: other than the loader's own.
+        around: a context in which its iterators are made.
+    """
     if not isinstance(loader, DataLoader):
-        return _Changed(loader, change, length)
+        return _Changed(loader, change, length, around)
     kind = type(loader)
 
     class Changed(kind):  # type: ignore[misc, valid-type]
         of_ours = True
 
         def __iter__(self) -> Any:
-            return change(iter(super().__iter__()))
+            with around():
+                batches = iter(super().__iter__())
+            return change(batches)
 
         def __len__(self) -> int:
             return super().__len__() if length is None else length
@@ -150,12 +140,18 @@ class _Changed:
     """Any iterable that is no DataLoader."""
 
     def __init__(
-        self, loader: Iterable[Any], change: Callable[[Iterator[Any]], Iterator[Any]], length: int | None
+        self,
+        loader: Iterable[Any],
+        change: Callable[[Iterator[Any]], Iterator[Any]],
+        length: int | None,
+        around: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        self._loader, self._change, self._length = loader, change, length
+        self._loader, self._change, self._length, self._around = loader, change, length, around
 
     def __iter__(self) -> Iterator[Any]:
-        return self._change(iter(self._loader))
+        with self._around():
+            batches = iter(self._loader)
+        return self._change(batches)
 
     def __len__(self) -> int:
         return len(self._loader) if self._length is None else self._length  # type: ignore[arg-type]
