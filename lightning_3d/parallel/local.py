@@ -1,6 +1,6 @@
-"""This rank's part of a tensor that may be sharded, and whole numbers from all parts."""
+"""This rank's part of a tensor that may be sharded, and whole numbers from all parts and to the device."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -31,6 +31,12 @@ def part_like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     for dim, (start, length) in enumerate(zip(chunks[0].offsets, shape, strict=True)):
         whole = whole.narrow(dim, start, length)
     return whole
+
+
+def to_device(values: Sequence[float], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Numbers as a vector on a device, which is not waited for, as a copy from ordinary memory to a GPU would."""
+    made = torch.tensor(values, dtype=dtype)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 
 @overload

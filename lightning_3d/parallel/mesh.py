@@ -48,6 +48,19 @@ def data_parallel_group(mesh: DeviceMesh) -> ProcessGroup:
     return data_parallel_mesh(mesh).get_group()
 
 
+def host_data_parallel_group(mesh: DeviceMesh) -> ProcessGroup:
+    """The same processes, talking without their GPUs, which need not be waited for; collective over the job."""
+    own = data_parallel_group(mesh)
+    if dist.get_backend(own) == "gloo":
+        return own
+    pp, _, _, tp = mesh.mesh.shape
+    for ranks in mesh.mesh.permute(0, 3, 1, 2).reshape(pp * tp, -1).tolist():
+        group = new_group(ranks, backend="gloo")
+        if dist.get_rank() in ranks:
+            own = group
+    return own
+
+
 def _timeout() -> timedelta:
     world: Any = dist.group.WORLD
     timeout: timedelta = world._get_backend(world._device_types[0]).options._timeout

@@ -96,9 +96,10 @@ def merge_outputs(outputs: Sequence[Any], *, sizes: Sequence[int]) -> Any:
 
 def weighted_mean(values: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
     """The mean of scalars over samples."""
-    stacked = torch.stack([value.detach() for value in values])
-    weights = torch.tensor(sizes, device=stacked.device, dtype=torch.float64) / sum(sizes)
-    return (stacked.double() * weights).sum().to(torch.promote_types(stacked.dtype, torch.float32))
+    # Numbers that the host knows go with the operations: to copy them to a GPU would be to wait for it.
+    total = sum(sizes)
+    parts = [value.detach().double() * (size / total) for value, size in zip(values, sizes, strict=True)]
+    return torch.stack(parts).sum().to(torch.promote_types(values[0].dtype, torch.float32))
 
 
 def _leaves(value: Any, path: str = "", *, size: int | None = None) -> Iterator[tuple[str, Any]]:

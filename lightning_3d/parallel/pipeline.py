@@ -277,7 +277,8 @@ class _TorchStage(PipelineStage):
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict, last_backward: bool = False) -> Any:
         # Micro-batches of a pipeline are to ZeRO what batches of an accumulation window are.
-        with nullcontext() if self._pipeline.syncs(last_backward) else self._share.no_sync():
+        window = nullcontext() if self._pipeline.syncs(last_backward) else self._share.no_sync()
+        with window, self._share.backward_pass():
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
 
 

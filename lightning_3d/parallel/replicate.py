@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from lightning_3d.errors import ModelError
-from lightning_3d.parallel.local import local_tensor
+from lightning_3d.parallel.local import local_tensor, to_device
 from lightning_3d.parallel.share import Share
 
 # A bucket is large enough to use a link well and small enough to be sent while the backward goes on (DDP's default).
@@ -49,7 +49,8 @@ class ReplicatedModule(Share):
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
         self._averager.follow_unfrozen()
-        yield
+        with self._averager.backward_pass():
+            yield
 
 
 class GradientAverager:
@@ -62,20 +63,28 @@ class GradientAverager:
     Args:
         parameters: whole on every rank, in the same order.
         group: the data-parallel ranks.
+        at_end: send nothing while the backward goes on.
     """
 
     def __init__(
-        self, parameters: list[nn.Parameter], *, group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES
+        self,
+        parameters: list[nn.Parameter],
+        *,
+        group: dist.ProcessGroup,
+        bucket_bytes: int = BUCKET_BYTES,
+        at_end: bool = False,
     ) -> None:
         self._parameters = parameters
+        self._at_end = at_end
         self._group = group
         self._bucket_bytes = bucket_bytes
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
         self._hooks: dict[int, Any] = {}
         self._next = 0
-        self._reducing = False
-        self._enabled = True
+        # Whether a backward has begun to send, and whether the one that `backward_pass` is around has ended.
+        self._reducing = self._finished = False
+        self._enabled, self._inside_pass = True, False
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -86,8 +95,25 @@ class GradientAverager:
         finally:
             self._enabled = True
 
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        """Around a backward: its end averages all gradients, also where the loss has reached no parameter; collective.
+
+        What hooks send before is only ahead of that.
+        """
+        self._forget()
+        self._inside_pass = True
+        try:
+            yield
+        finally:
+            self._inside_pass = False
+        if self._enabled and not self._finished:
+            self._begin()
+            self._finish()
+
     def follow_frozen(self) -> None:
         """To be called before each forward: parameters may have been frozen or unfrozen since the last."""
+        self._forget()
         self._average([p for p in self._parameters if p.requires_grad])
 
     def follow_unfrozen(self) -> None:
@@ -107,10 +133,11 @@ class GradientAverager:
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        if not self._enabled:
+        if not self._enabled or (self._at_end and self._inside_pass):
             return
         if not self._reducing:
             self._begin()
+            Variable._execution_engine.queue_callback(self._finish)
         bucket = self._bucket_of[id(parameter)]
         if bucket.work is not None:
             raise ModelError(
@@ -127,24 +154,29 @@ class GradientAverager:
         self._reducing, self._next = True, 0
         for bucket in self._buckets:
             bucket.waiting = {id(p) for p in bucket.parameters}
-        Variable._execution_engine.queue_callback(self._finish)
+
+    def _forget(self) -> None:
+        """A backward that raised has left what it sent."""
+        self._reducing = self._finished = False
+        for bucket in self._buckets:
+            bucket.work = bucket.flat = None
 
     def _send(self, bucket: _Bucket) -> None:
         # Tensor-parallel parameters are replicated part by part.
         held = [local_tensor(p) for p in bucket.parameters]
-        used = torch.tensor([float(p.grad is not None) for p in bucket.parameters])
+        used = _flags([p.grad is not None for p in bucket.parameters], like=held[0])
         parts = [
             torch.zeros_like(mine).flatten() if p.grad is None else local_tensor(p.grad).flatten()
             for p, mine in zip(bucket.parameters, held, strict=True)
         ]
-        flat = torch.cat([*parts, used.to(held[0])])
+        flat = torch.cat([*parts, used])
         flat[: -len(used)].div_(self._group.size())
         bucket.flat = flat
         bucket.work = dist.all_reduce(flat, group=self._group, async_op=True)
 
     def _finish(self) -> None:
         """What the backward left: buckets with unused parameters, then all results back into `grad`."""
-        self._reducing = False
+        self._reducing, self._finished = False, True
         for bucket in self._buckets[self._next :]:
             self._send(bucket)
         for bucket in self._buckets:
@@ -163,6 +195,13 @@ class GradientAverager:
                 mine = local_tensor(parameter.grad)
                 mine.copy_(average.view_as(mine))
             bucket.work = bucket.flat = None
+
+
+def _flags(values: list[bool], *, like: torch.Tensor) -> torch.Tensor:
+    """As numbers; where all are equal, as nearly always, nothing is copied to the device."""
+    if len(set(values)) == 1:
+        return like.new_full((len(values),), float(values[0]))
+    return to_device(values, like.device, like.dtype)
 
 
 def _pack(parameters: list[nn.Parameter], bucket_bytes: int) -> Iterator[_Bucket]:

@@ -60,7 +60,9 @@ class Share:
         return nullcontext()
 
     def backward_pass(self) -> AbstractContextManager[None]:
-        """Around a backward that is called inside `run` (manual optimization)."""
+        """Around each backward, also one that is called inside `run` (manual optimization): its end is where gradients
+        are combined, whatever the loss has reached.
+        """
         return nullcontext()
 
     def reshard(self) -> None:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from lightning_3d.errors import ModelError
 from lightning_3d.parallel.replicate import GradientAverager
 from lightning_3d.parallel.share import Share
+from lightning_3d.parallel.unit_order import UnitOrder, param_groups
 
 # What DTensor says when an ordinary tensor meets a part.
 _MIXED = "mixed torch.Tensor and DTensor"
@@ -61,13 +62,15 @@ class ShardedModule(Share):
         self._trained: dict[int, bool] = {}
         # One number cannot be sharded: scalars (a learned temperature, say) stay whole and are averaged.
         scalars = {p for p in module.parameters() if p.dim() == 0}
-        self._averager = GradientAverager([p for p in module.parameters() if p in scalars], group=group)
+        # Not while the backward runs: all ranks must send in one order, FSDP2's gradients included.
+        self._averager = GradientAverager([p for p in module.parameters() if p in scalars], group=group, at_end=True)
         for block in blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=stage == 3, ignored_params=scalars)
         # The root's own parameters are needed again by the backward at once.
         root: Any = _Root(module)
         self._root: Any = fully_shard(root, mesh=mesh, reshard_after_forward=False, ignored_params=scalars)
         self._sharded: list[Any] = [m for m in root.modules() if isinstance(m, FSDPModule)]
+        self._order = UnitOrder(self._root, group=group)
 
     @property
     def roots(self) -> list[nn.Module]:
@@ -76,6 +79,8 @@ class ShardedModule(Share):
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._averager.follow_frozen()
         self._follow_frozen()
+        if torch.is_grad_enabled():
+            self._order.begin_run()
         self._running = True
         try:
             # As one argument: FSDP2 would copy the user's containers on their way through.
@@ -108,7 +113,7 @@ class ShardedModule(Share):
             self._trained[id(parameter)] = sharded.requires_grad
 
     def _hook_and_call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        for group in _groups(self._root._get_fsdp_state()):
+        for group in param_groups(self._root._get_fsdp_state()):
             for parameter in group.fsdp_params:
                 self._trained.setdefault(id(parameter), parameter.sharded_param.requires_grad)
         self._hook_gradients()
@@ -121,7 +126,7 @@ class ShardedModule(Share):
         self._root.set_reshard_after_backward(self.stage == 3)
         self._root.set_is_last_backward(reduce_each)
         try:
-            with self._averager.paused():
+            with self._averager.paused(), self._order.inside_window():
                 yield
         finally:
             self._root.set_requires_gradient_sync(True)
@@ -130,8 +135,15 @@ class ShardedModule(Share):
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
-        self._manual = True
         self._averager.follow_unfrozen()
+        inside = self._backward_in_run() if self._running else nullcontext()
+        with inside, self._averager.backward_pass(), self._order.backward_pass():
+            yield
+
+    @contextmanager
+    def _backward_in_run(self) -> Iterator[None]:
+        """Around a backward that the step itself calls (manual optimization)."""
+        self._manual = True
         trained = [p for p in fsdp_parameters(self._root) if _is_trained(p)]
         # What the user toggled off since the run began must get no gradient.
         for parameter in trained:
@@ -158,7 +170,7 @@ class ShardedModule(Share):
         FSDP2 starts from the root's outputs; a backward inside the run has not seen them yet.
         """
         state = self._root._get_fsdp_state()
-        for group in _groups(state):
+        for group in param_groups(state):
             for parameter in group.fsdp_params:
                 whole = parameter._unsharded_param
                 if id(whole) not in self._hooked and whole.requires_grad:
@@ -183,15 +195,8 @@ def fsdp_parameters(root: nn.Module) -> Iterator[Any]:
     """FSDP2's own records of the parameters below `root`, each with `sharded_param` and, once used, a whole one."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            for group in _groups(module._get_fsdp_state()):
+            for group in param_groups(module._get_fsdp_state()):
                 yield from group.fsdp_params
-
-
-def _groups(state: Any) -> list[Any]:
-    # torch 2.11 and older: one group a module.
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
 def _is_trained(parameter: Any) -> bool:

@@ -125,7 +125,8 @@ class GuardedStrategy(FeedingStrategy):
         result = ClosureResult.from_training_step_output(output)
         scaler: Any = getattr(plugin, "scaler", None)
         assert result.closure_loss is not None
-        module.backward(result.closure_loss if scaler is None else scaler.scale(result.closure_loss))
+        with self.share.backward_pass():
+            module.backward(result.closure_loss if scaler is None else scaler.scale(result.closure_loss))
         return result.loss
 
     def _quiet(self) -> Any:

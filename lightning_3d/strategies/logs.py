@@ -38,7 +38,7 @@ class Entry:
         known = [(value, size) for value, size in zip(self.values, self.sizes, strict=True) if value is not None]
         if not known:
             return None
-        doubles = [torch.as_tensor(value).detach().to(device, torch.float64) for value, _ in known]
+        doubles = [_double(value, device) for value, _ in known]
         reduce = self.options.get("reduce_fx", "mean")
         kinds: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
             "sum": torch.sum, sum: torch.sum, torch.sum: torch.sum,
@@ -156,6 +156,13 @@ def share_metrics(
             return move_data_to_device(box[0], module.device)
 
         part.compute = compute  # type: ignore[method-assign]
+
+
+def _double(value: Any, device: torch.device) -> torch.Tensor:
+    if isinstance(value, torch.Tensor) and (value.device == device or value.dim()):
+        return value.detach().to(device, torch.float64, non_blocking=True)
+    # What the host knows is filled in by the device itself.
+    return torch.full((), float(value), device=device, dtype=torch.float64)
 
 
 def _is_double(values: list[Any]) -> bool:

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_3d.errors import ModelError
 from lightning_3d.layout import Layout, fits_interleaved
-from lightning_3d.parallel.mesh import new_group
 from lightning_3d.parallel.microbatch import (
     batch_size,
     map_tensors,
@@ -44,6 +43,7 @@ class PipelinedStep:
         layout: resolved.
         group: the ranks of the pipeline.
         data_group: the data-parallel ranks.
+        count_group: the same, on the host: ranks must not wait for a GPU to agree on a count.
         seeds: of what the steps draw.
     """
 
@@ -55,6 +55,7 @@ class PipelinedStep:
         layout: Layout,
         group: ProcessGroup,
         data_group: ProcessGroup,
+        count_group: ProcessGroup,
         seeds: StepSeeds,
     ) -> None:
         self._module = module
@@ -65,9 +66,7 @@ class PipelinedStep:
         self.running = False
         self._recorder = LogRecorder(module)
         self._relay = Relay(group, source=group.size() - 1, device=module.device)
-        # Ranks of a GPU must not wait for it to agree on a count.
-        on_host = dist.get_backend(data_group) == "gloo"
-        self._count_group = data_group if on_host else new_group(backend="gloo")
+        self._count_group = count_group
         self._partial = PartialModules(module)
         split = share.pipeline.split
         self._buffers = SharedBuffers(module, own=[part for stage in split.stages for part in split.pieces(stage)])

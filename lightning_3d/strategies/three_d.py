@@ -18,12 +18,13 @@ from lightning_3d.layout import Layout, Size
 from lightning_3d.parallel.compose import compose
 from lightning_3d.parallel.gradients import clip_by_norm_, clip_by_value_, global_norm
 from lightning_3d.parallel.init import Recording, record_initialization, record_operations
-from lightning_3d.parallel.mesh import data_parallel_group
+from lightning_3d.parallel.mesh import data_parallel_group, host_data_parallel_group
 from lightning_3d.parallel.share import Share
 from lightning_3d.parallel.staged import StagedModule
 from lightning_3d.strategies.draws import StepSeeds
 from lightning_3d.strategies.guarded import GuardedStrategy
 from lightning_3d.strategies.guards.agreement import agree_on_plateaus, show_whole_scalars
+from lightning_3d.strategies.guards.equal_buffers import share_buffers_, warn_of_local_statistics
 from lightning_3d.strategies.guards.finite import check_action
 from lightning_3d.strategies.guards.replay import check_replay
 from lightning_3d.strategies.logs import share_metrics
@@ -192,6 +193,8 @@ class ThreeDStrategy(GuardedStrategy):
             self.precision_plugin.convert_module(module)
         if self.layout.pipeline > 1:
             warn_of_coupled_samples(module)
+        elif self.layout.data > 1:
+            warn_of_local_statistics(module)
         share = compose(
             module,
             layout=self.layout,
@@ -203,11 +206,12 @@ class ThreeDStrategy(GuardedStrategy):
         )
         self._recording = Recording()
         module.to(self.root_device)
+        data_group = data_parallel_group(self.mesh)
         if self.layout.data < self.layout.world_size:
             share_metrics(
                 module,
                 pipeline_group=self.mesh["pp"].get_group(),
-                data_group=data_parallel_group(self.mesh),
+                data_group=data_group,
                 running=lambda: self._pipelined is not None and self._pipelined.running,
             )
         if isinstance(share, StagedModule):
@@ -216,7 +220,8 @@ class ThreeDStrategy(GuardedStrategy):
                 share,
                 layout=self.layout,
                 group=self.mesh["pp"].get_group(),
-                data_group=data_parallel_group(self.mesh),
+                data_group=data_group,
+                count_group=host_data_parallel_group(self.mesh),
                 seeds=self._seeds,
             )
         module.__dict__["_lightning_3d_strategy"] = self
@@ -324,8 +329,6 @@ class ThreeDStrategy(GuardedStrategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         assert self.lightning_module is not None
-        if self.lightning_module.automatic_optimization:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
         with self.share.backward_pass():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
@@ -337,6 +340,33 @@ class ThreeDStrategy(GuardedStrategy):
         self.share.refresh()
         self._end_step()
         return result
+
+    # ------------------------------------------------------------------ buffers
+
+    def _make_buffers_equal(self) -> None:
+        """Ranks train on their own; collective."""
+        assert self.lightning_module is not None
+        if self.layout.data > 1:
+            share_buffers_(self.lightning_module, group=data_parallel_group(self.mesh))
+
+    def on_validation_start(self) -> None:
+        self._make_buffers_equal()
+        super().on_validation_start()
+
+    def on_test_start(self) -> None:
+        self._make_buffers_equal()
+        super().on_test_start()
+
+    def on_predict_start(self) -> None:
+        self._make_buffers_equal()
+        super().on_predict_start()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        # In place, for the dictionary has them already.
+        self._make_buffers_equal()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    # ------------------------------------------------------------------ norm
 
     def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients of the whole model, equal on every rank; collective."""
