@@ -86,7 +86,7 @@ def run_once(contender: str, layout: str, *, steps: int, batch: int, timeout: fl
     world_size = Layout.parse(layout).world_size
     with tempfile.TemporaryDirectory(prefix="step-time-") as folder:
         command = [sys.executable, "-m", "benchmarks.rank", contender, layout, str(steps), str(batch), str(timeout)]
-        code = start_ranks([*command, folder], world_size=world_size, env=env)
+        code = start_ranks([*command, folder], world_size=world_size, env=env).exit_code
         if code:
             raise SystemExit(f"{contender} in layout {layout} failed with exit code {code}.")
         files = [Path(folder, f"rank-{rank}.json") for rank in range(world_size)]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -12,6 +16,7 @@ class Whereabouts:
     Args:
         phase: what the run does: `"setup"`, `"training"`, `"saving a checkpoint"`, ...
         batch: of that phase, where it goes by batches.
+        bounded: whether what goes on may not last for ever, even if no rank waits for it: a step, loading, teardown.
         action: what is done with a micro-batch: `"forward"`, ...
         stage, microbatch: of the action.
         awaits: the stage that must act before the action can go on.
@@ -25,6 +30,7 @@ class Whereabouts:
 
     phase: str = "start"
     batch: int | None = None
+    bounded: bool = False
     action: str = ""
     stage: int | None = None
     microbatch: int | None = None
@@ -37,9 +43,9 @@ class Whereabouts:
     waited_before_loading: float = 0.0
     failure: str = ""
 
-    def enter(self, phase: str, *, batch: int | None = None) -> None:
-        """A phase begins, or its next batch."""
-        self.phase, self.batch = phase, batch
+    def enter(self, phase: str, *, batch: int | None = None, bounded: bool = False) -> None:
+        """A phase begins, or its next batch, which is bounded."""
+        self.phase, self.batch, self.bounded = phase, batch, bounded or batch is not None
         self.action, self.stage, self.microbatch, self.awaits = "", None, None, None
         self.marks += 1
 
@@ -47,6 +53,23 @@ class Whereabouts:
         """A pipeline's action begins."""
         self.action, self.stage, self.microbatch, self.awaits = action, stage, microbatch, awaits
         self.marks += 1
+
+    def load(self, function: Callable[[], T]) -> T:
+        """Call what fetches a batch. An error leaves the place as it was then."""
+        before = (self.phase, self.batch, self.bounded, self.action, self.stage, self.microbatch, self.awaits)
+        self.enter("loading a batch", bounded=True)
+
+        def go_back() -> None:
+            self.phase, self.batch, self.bounded, self.action, self.stage, self.microbatch, self.awaits = before
+            self.marks += 1
+
+        try:
+            result = function()
+        except StopIteration:
+            go_back()
+            raise
+        go_back()
+        return result
 
     def describe(self) -> str:
         """

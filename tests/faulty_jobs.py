@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +15,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from modules import TinyGPT
+from modules import Rows, TinyGPT
 from torch.distributed.checkpoint import FileSystemReader
 from torch.utils.data import DataLoader
 from training import ordered
@@ -65,7 +64,7 @@ class Fault:
     happened: bool = field(default=False, init=False)
 
     def at(self, phase: str) -> None:
-        if phase == self.phase and self.rank in (-1, int(os.environ["RANK"])) and not self.happened:
+        if phase == self.phase and self.rank in (-1, int(os.environ.get("RANK", "0"))) and not self.happened:
             self.happened = True
             if self.kind == "slow":
                 time.sleep(self.seconds)
@@ -96,7 +95,7 @@ class Model(TinyGPT):
 
     def training_step(self, rows: torch.Tensor, batch_idx: int) -> torch.Tensor | None:
         if batch_idx == 2:
-            if self.fault.phase == "loss" and self.fault.rank == int(os.environ["RANK"]):
+            if self.fault.phase == "loss" and self.fault.rank == int(os.environ.get("RANK", "0")):
                 return None
             self.fault.at("forward")
         return super().training_step(rows, batch_idx)
@@ -154,6 +153,8 @@ def train(
     fail_in_load(fault)
     parsed = Layout.parse(layout)
     arguments: dict[str, Any] = {
+        "devices": parsed.world_size,
+        "default_root_dir": folder,
         "max_steps": 6,
         "val_check_interval": 4,
         "check_val_every_n_epoch": None,
@@ -163,9 +164,7 @@ def train(
     }
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=parsed.world_size,
         strategy=ThreeDStrategy(**parsed.as_dict(), timeout_seconds=timeout_seconds, async_checkpoint=async_checkpoint),
-        default_root_dir=folder,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -202,8 +201,6 @@ def save_one(folder: Path, *, layout: str) -> Path:
 
 
 def loader(layout: Layout) -> DataLoader:
-    from modules import Rows
-
     return ordered(Rows(), replicas=layout.data)
 
 
@@ -259,7 +256,7 @@ class Job:
             forks = _forking(body)
             if how == "ranks":
                 launch.subprocess = forks  # type: ignore[assignment]
-                code = launch.start_ranks(["rank"], world_size=world_size, log_dir=self.folder / "logs")
+                code = launch.start_ranks(["rank"], world_size=world_size, log_dir=self.folder / "logs").exit_code
             else:
                 script_launcher.subprocess = forks  # type: ignore[assignment]
                 script_launcher.script_command = lambda: ["rank"]
@@ -344,7 +341,7 @@ def _as_script(body: Callable[[], Any]) -> int:
     except KeyboardInterrupt:
         code = 130
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
         code = 1
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -16,6 +16,7 @@ import yaml
 
 from lightning_3d.cli import main, run_folder, sweep
 from lightning_3d.cli.job import Job
+from lightning_3d.strategies.processes.launch import Outcome
 
 DIGITS = ["recipe=digits_mlp", "logger=none", "layout=single"]
 
@@ -25,17 +26,17 @@ class Started:
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
-        self.outcome: dict[float, int | dict[str, float]] = {}
+        self.outcome: dict[float, Outcome | dict[str, float]] = {}
 
-    def __call__(self, job: Job) -> int:
+    def __call__(self, job: Job) -> Outcome:
         self.jobs.append(job)
         run_folder.write_config(job.folder, job.config, recipe=job.recipe, overrides=job.overrides)
         rate = job.config["model"]["learning_rate"]
         outcome = self.outcome.get(rate, {"val_loss": rate})
-        if isinstance(outcome, int):
+        if isinstance(outcome, Outcome):
             return outcome
         run_folder.write_result(job.folder, global_step=1, metrics=outcome)
-        return 0
+        return Outcome(0)
 
     @property
     def rates(self) -> list[float]:
@@ -83,7 +84,7 @@ def test_groups_layouts_and_deletions_can_be_part_of_a_sweep(started: Started) -
 
 
 def test_failed_job_does_not_end_the_sweep_and_is_told_at_its_end(started: Started, capsys: Any) -> None:
-    started.outcome = {0.1: 1, 0.2: {"val_loss": float("nan")}}
+    started.outcome = {0.1: Outcome(1), 0.2: {"val_loss": float("nan")}}
     assert train("model.learning_rate=0.1,0.2,0.3") == 1
     assert started.rates == [0.1, 0.2, 0.3]
     table = capsys.readouterr().out
@@ -114,7 +115,7 @@ def test_optuna_goes_on_after_a_failed_trial_and_names_the_best(
 ) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     # A grid's order is random: the one that fails is told by its turn.
-    monkeypatch.setattr(sweep, "start", lambda job: started(job) or int(len(started.jobs) == failing + 1))
+    monkeypatch.setattr(sweep, "start", lambda job: started(job) and Outcome(int(len(started.jobs) == failing + 1)))
     search = "model.learning_rate=0.1,0.2,0.3"
     assert train(search, "hydra/sweeper=optuna", "hydra/sweeper/sampler=grid", "hydra.sweep.dir=here") == 1
     assert sorted(started.rates) == [0.1, 0.2, 0.3]
@@ -131,7 +132,7 @@ def test_optuna_searches_an_interval(started: Started) -> None:
 
 def test_sweep_in_which_every_trial_fails_says_why_and_nothing_else(started: Started, capsys: Any) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    started.outcome = {0.1: 1, 0.2: 137}
+    started.outcome = {0.1: Outcome(1), 0.2: Outcome(137)}
     assert train("model.learning_rate=0.1,0.2", "hydra/sweeper=optuna", "hydra/sweeper/sampler=grid") == 1
     told = capsys.readouterr()
     assert "exit code 137" in told.out and "Traceback" not in told.err
@@ -145,10 +146,17 @@ def test_misspelt_metric_ends_the_sweep_at_the_first_job_and_says_what_there_is(
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
 def test_signal_that_stops_a_job_stops_the_sweep(started: Started, sig: signal.Signals, capsys: Any) -> None:
-    started.outcome = {0.2: 128 + sig}
+    started.outcome = {0.2: Outcome(128 + sig, stopped=True)}
     assert train("model.learning_rate=0.1,0.2,0.3") == 128 + sig
     assert started.rates == [0.1, 0.2]
     assert "job 1: stopped" in capsys.readouterr().out
+
+
+def test_rank_that_something_else_ends_by_a_signal_fails_its_job_alone(started: Started, capsys: Any) -> None:
+    started.outcome = {0.2: Outcome(128 + signal.SIGTERM)}
+    assert train("model.learning_rate=0.1,0.2,0.3") == 1
+    assert started.rates == [0.1, 0.2, 0.3]
+    assert "job 1: exit code 143, see above" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Ranks start, return in order, fail with one cause, and leave nothing running."""
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_3d.errors import LaunchError
-from lightning_3d.strategies.processes.launch import fork_ranks, start_ranks
+from lightning_3d.strategies.processes import supervise
+from lightning_3d.strategies.processes.launch import Outcome, fork_ranks, start_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -37,7 +40,7 @@ def note_pid(folder: Path) -> None:
 
 
 def noted_pids(folder: Path, count: int) -> list[int]:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         pids = [int(text) for path in folder.iterdir() if path.name.isdigit() and (text := path.read_text())]
         if len(pids) == count:
@@ -74,7 +77,10 @@ def test_forked_ranks_see_the_given_environment_and_do_not_change_ours():
 def test_number_of_threads_is_that_of_the_given_environment(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     code = "import os, sys; sys.exit(int(os.environ['OMP_NUM_THREADS']))"
-    assert start_ranks([sys.executable, "-c", code], world_size=1, env={**os.environ, "OMP_NUM_THREADS": "3"}) == 3
+    assert (
+        start_ranks([sys.executable, "-c", code], world_size=1, env={**os.environ, "OMP_NUM_THREADS": "3"}).exit_code
+        == 3
+    )
 
 
 def test_large_results_come_back_whole():
@@ -122,6 +128,55 @@ def test_killed_rank_is_named_with_its_signal(tmp_path):
         fork_ranks(body, world_size=2, timeout_seconds=60)
 
 
+def report(path: Path, *, error: str, time: float) -> None:
+    path.write_text(json.dumps({"time": time, "error": error, "traceback": "", "where": ""}))
+
+
+@pytest.mark.parametrize(
+    ("code", "reported_at", "told"),
+    [
+        # A peer's report may make NCCL abort; a death makes peers report. Alive until 10.
+        (-signal.SIGABRT, 9.0, "rank 1 of 3 raised ValueError: other"),
+        (-signal.SIGABRT, 10.5, "rank 2 of 3 was killed by SIGABRT"),
+        (-signal.SIGKILL, 9.0, "rank 2 of 3 was killed by SIGKILL"),
+        (-signal.SIGABRT, None, "rank 2 of 3 was killed by SIGABRT"),
+    ],
+)
+def test_cause_of_a_killed_and_a_raising_rank(code: int, reported_at: float | None, told: str, tmp_path: Path) -> None:
+    reports = [tmp_path / f"rank-{rank}.error" for rank in range(3)]
+    if reported_at is not None:
+        report(reports[1], error="ValueError: other", time=reported_at)
+    failure = supervise.first_failure([None, None, code], report_paths=reports, alive_at=[12.0, 12.0, 10.0])
+    assert failure is not None and failure.sentence(3) == told
+    assert failure.exit_code > 0
+
+
+def test_own_report_of_a_killed_rank_is_the_cause(tmp_path: Path) -> None:
+    reports = [tmp_path / f"rank-{rank}.error" for rank in range(2)]
+    report(reports[1], error="ValueError: the cause", time=9.0)
+    report(reports[0], error="RuntimeError: an effect", time=9.5)
+    for code in (-signal.SIGABRT, -signal.SIGKILL):
+        failure = supervise.first_failure([1, code], report_paths=reports, alive_at=[10.0, 9.0])
+        assert failure is not None and failure.sentence(2) == "rank 1 of 2 raised ValueError: the cause"
+        assert failure.exit_code == 1
+
+
+def test_rank_ends_by_a_signal_from_elsewhere_and_the_job_was_not_stopped(capfd):
+    command = python("if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)")
+    assert start_ranks(command, world_size=2) == Outcome(143, stopped=False)
+    assert "rank 1 of 2 was killed by SIGTERM" in capfd.readouterr().err
+
+
+def test_fork_is_told_of_by_its_supervisor_alone():
+    def body():
+        with contextlib.suppress(ValueError), supervise.report_errors():
+            raise ValueError("caught")
+        return supervise.supervised_folder()
+
+    folders = fork_ranks(body, world_size=2, timeout_seconds=60)
+    assert folders[0] == folders[1] != supervise.supervised_folder()
+
+
 def test_rank_that_ignores_sigterm_is_ended_all_the_same(tmp_path):
     def body():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -165,7 +220,7 @@ NOTE = "open(os.path.join(sys.argv[1], os.environ['RANK']), 'w').write(str(os.ge
 
 def test_started_ranks_all_run_and_only_rank_zero_prints(tmp_path, capfd):
     command = python("print('from rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
-    assert start_ranks(command, world_size=2, log_dir=tmp_path) == 0
+    assert start_ranks(command, world_size=2, log_dir=tmp_path) == Outcome(0)
     assert capfd.readouterr().out == "from rank 0 of 2\n"
     assert (tmp_path / "rank-1.log").read_text() == "from rank 1 of 2\n"
 
@@ -173,7 +228,7 @@ def test_started_ranks_all_run_and_only_rank_zero_prints(tmp_path, capfd):
 def test_exit_code_is_that_of_the_first_failing_rank_whose_output_is_shown_once(tmp_path, capfd):
     command = python("if os.environ['RANK'] == '1': sys.exit('broken here')\ntime.sleep(60)")
     start = time.monotonic()
-    assert start_ranks(command, world_size=2, env=None) == 1
+    assert start_ranks(command, world_size=2, env=None) == Outcome(1)
     assert time.monotonic() - start < 10
     shown = capfd.readouterr().err
     assert shown.count("rank 1 of 2 ended with exit code 1") == shown.count("broken here") == 1
@@ -188,7 +243,7 @@ class Supervisor:
         if self.pid == 0:
             os.dup2(os.open(self.errors, os.O_CREAT | os.O_WRONLY), 2)
             sys.stderr = os.fdopen(2, "w")
-            os._exit(start_ranks([*python(NOTE + textwrap.dedent(rank_code)), str(folder)], world_size=2))
+            os._exit(start_ranks([*python(NOTE + textwrap.dedent(rank_code)), str(folder)], world_size=2).exit_code)
 
     def wait(self) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -265,7 +320,7 @@ def start_script(folder: Path, body: str) -> subprocess.Popen:
 
 def test_script_runs_once_per_rank_however_often_it_launches(tmp_path):
     script = start_script(tmp_path, "")
-    _, errors = script.communicate(timeout=60)
+    _, errors = script.communicate(timeout=180)
     assert script.returncode == 0, errors
     assert sorted((tmp_path / "calls").read_text().split()) == ["fit:0", "fit:1", "test:0", "test:1"]
     assert_all_end(noted_pids(tmp_path, 2))
@@ -281,11 +336,12 @@ def test_script_with_a_failing_rank_ends_with_its_cause_even_when_rank_zero_hang
             time.sleep(60)
         """,
     )
-    start = time.monotonic()
-    _, errors = script.communicate(timeout=60)
+    noted_pids(tmp_path, 2)
+    _, errors = script.communicate(timeout=120)
+    # From the failure on: a script that starts from nothing takes its time on a busy machine.
+    assert time.time() - (tmp_path / "1").stat().st_mtime < 30
     assert script.returncode == 1
     assert errors.count("rank 1 of 2 raised ValueError: the cause") == 1
-    assert time.monotonic() - start < 40
     assert_all_end(noted_pids(tmp_path, 2))
 
 
@@ -297,7 +353,7 @@ def test_script_whose_rank_dies_after_rank_zero_is_done_does_not_end_well(tmp_pa
             if rank == "1": time.sleep(1); os._exit(7)
         """,
     )
-    _, errors = script.communicate(timeout=60)
+    _, errors = script.communicate(timeout=180)
     assert script.returncode == 7, errors
     assert "rank 1 of 2 ended with exit code 7" in errors
 
@@ -318,6 +374,6 @@ def test_program_without_a_script_is_refused_before_any_process_starts(how):
         "ScriptLauncher(E(), num_processes=2)\n"
     )
     command = [sys.executable, "-c", code] if how == "-c" else [sys.executable, "-"]
-    done = subprocess.run(command, input=code, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, input=code, capture_output=True, text=True, timeout=180)
     assert done.returncode == 1
     assert "no script that further processes could run" in done.stderr and "devices=1" in done.stderr

@@ -23,7 +23,7 @@ from lightning_3d.cli.config import (
 )
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
-from lightning_3d.strategies.processes.launch import start_ranks
+from lightning_3d.strategies.processes.launch import Outcome, start_ranks
 
 # Settings that are folders which a run writes to.
 _FOLDERS = ("callbacks.checkpoint.dirpath", "logger.save_dir", "data.cache_dir", "trainer.default_root_dir")
@@ -75,8 +75,8 @@ def plan(arguments: Sequence[str], *, folder: Path | None = None) -> Job:
     return Job(recipe, overrides, config, folder, world_size, layout)
 
 
-def start(job: Job) -> int:
-    """Write the run's folder, start its ranks and wait for them; the exit code is that of the first that failed."""
+def start(job: Job) -> Outcome:
+    """Write the run's folder, start its ranks and wait for them."""
     path = run_folder.write_config(job.folder, job.config, recipe=job.recipe, overrides=job.overrides)
     announce(job.config, job.folder, layout=job.layout, world_size=job.world_size)
     command = [sys.executable, "-m", "lightning_3d.cli.worker", str(path.absolute())]

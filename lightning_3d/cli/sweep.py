@@ -52,9 +52,6 @@ from lightning_3d.errors import ConfigError, Lightning3DError
 _OF_ONE_RUN = ("run_dir", "resume")
 _HYDRA_SETTINGS = ("hydra/sweeper", "hydra.sweeper", "hydra.sweep.dir")
 
-# What `start_ranks` returns for SIGHUP, SIGINT and SIGTERM: somebody wants an end, of the sweep too.
-_STOPPED = (128 + 1, 128 + 2, 128 + 15)
-
 
 @dataclass
 class Row:
@@ -174,11 +171,12 @@ class _Jobs:
             row.failure = f"refused: {error}"
         else:
             self.metric = job.config["metric"]
-            code = start(job)
-            if code in _STOPPED:
+            ended = start(job)
+            if ended.stopped:
+                # Somebody wants an end, of the sweep too.
                 row.failure = "stopped"
-                raise _Ended(f"the sweep was stopped in job {number}", code)
-            row.failure = f"exit code {code}, see above" if code else self._take_value(row)
+                raise _Ended(f"the sweep was stopped in job {number}", ended.exit_code)
+            row.failure = f"exit code {ended.exit_code}, see above" if ended.exit_code else self._take_value(row)
         if row.failure is None:
             return row.value
         print(f"job {number}: {row.failure}", file=sys.stderr, flush=True)

@@ -57,7 +57,7 @@ def _train(arguments: Sequence[str], *, printing: bool) -> int:
     if printing:
         print(yaml.safe_dump(job.config, sort_keys=False), end="")
         return 0
-    return start(job)
+    return start(job).exit_code
 
 
 def _check_sweep(external: Mapping[str, int] | None, *, printing: bool) -> None:

@@ -131,12 +131,9 @@ class MeshStrategy(ParallelStrategy):
         _init_dist_connection(self.cluster_environment, backend, timeout=timeout, device_id=device_id)
         if self._mesh is None:
             self._mesh = build_mesh(self.layout, device=device)
-        if self._run is not None:
-            self._run.met(self.mesh, self.layout)
+        self._run.met(self.mesh, self.layout)
 
-    def _watched_run(self) -> WatchedRun | None:
-        if self.world_size == 1:
-            return None
+    def _watched_run(self) -> WatchedRun:
         assert isinstance(self._launcher, ScriptLauncher) and self.lightning_module is not None
         return WatchedRun(
             self.lightning_module.trainer,
@@ -203,7 +200,7 @@ class MeshStrategy(ParallelStrategy):
     def teardown(self) -> None:
         # The base class would move the model to the CPU, away from what shards it.
         assert self.cluster_environment is not None and self.accelerator is not None
-        HERE.enter("teardown")
+        HERE.enter("teardown", bounded=True)
         HERE.loading_since = None
         if self._run is not None:
             self._run.unwound()

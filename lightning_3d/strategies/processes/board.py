@@ -2,7 +2,10 @@
 
 rank-N.where      what rank N's watchdog wrote last
 rank-N.error      what it died of, where a process of ours started it (see `supervise`)
+rank-N.left       it watches no more
 NAME              said once for all: `hang`, `verdict`, `stop`
+
+A folder that went, or a full disk, makes it mute, never an error: a run does not depend on what is said of it.
 """
 
 from __future__ import annotations
@@ -10,10 +13,23 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+
+def _machine() -> str:
+    """Names this machine, or this container of it: pids mean something only inside. Host names may be equal."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+MACHINE = _machine()
 
 
 @dataclass(frozen=True)
@@ -31,7 +47,7 @@ class Post:
         sequence: collectives begun, by group; a member whose number is lower has not come to the last one.
         failure: what its run died of, in one line.
         done: its run has ended, well or as agreed.
-        host: the machine; others cannot see its processes.
+        host: its `MACHINE`; others cannot see its processes.
         vote: see `AgreedStop`.
     """
 
@@ -79,18 +95,30 @@ class Board:
 
     def read(self, rank: int) -> Post | None:
         text = self.said(f"rank-{rank}.where")
-        if text is None:
+        if not text:
             return None
         values: dict[str, Any] = json.loads(text)
         return Post(**{**values, "awaits": tuple(values["awaits"])})
+
+    def leave(self, rank: int) -> None:
+        """The rank watches no more."""
+        self._write(f"rank-{rank}.left", "")
+
+    def deserted(self, world_size: int) -> bool:
+        """Whether no rank watches: all have left, or are dead."""
+        return all(
+            self.said(f"rank-{rank}.left") is not None
+            or ((post := self.read(rank)) is not None and post.host == MACHINE and not runs(post.pid))
+            for rank in range(world_size)
+        )
 
     def read_all(self, world_size: int) -> dict[int, Post]:
         return {rank: post for rank in range(world_size) if (post := self.read(rank)) is not None}
 
     def claim(self, name: str, text: str = "") -> bool:
-        """Say something if nobody has; whether this was the first."""
+        """Say something if nobody has; whether this was the first. False too where the folder can't be written."""
         partial = self.folder / f".{name}.{os.getpid()}"
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             partial.write_text(text)
             try:
                 # Whole and only once: a link, unlike a rename, does not replace.
@@ -103,13 +131,25 @@ class Board:
         return False
 
     def said(self, name: str) -> str | None:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             return (self.folder / name).read_text()
         return None
 
     def _write(self, name: str, text: str) -> None:
         partial = self.folder / f".{name}.partial"
-        # The folder goes when the job ends.
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             partial.write_text(text)
             partial.replace(self.folder / name)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process of this machine runs; a stopped one does, one that is dead but not reaped does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    return True

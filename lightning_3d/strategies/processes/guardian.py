@@ -1,4 +1,4 @@
-"""A small process that outlives rank 0 of a script: tells that it was killed, and ends the ranks that it started.
+"""A small process that outlives rank 0 of a script: tells that it was killed, ends its ranks, removes their folder.
 
 The kernel ends those on Linux. But nobody would say why: rank 0 was their supervisor. This file is run by itself, with
 nothing but the standard library, so that it costs milliseconds.
@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,13 +28,15 @@ class Guardian:
     """Starts the process, which watches this one.
 
     Args:
-        children: pids of ranks 1 to N-1.
-        folder: where ranks post what they are in.
+        children: pids of the other ranks of this machine.
+        folder: where ranks post what they are in; it is removed at the end.
+        rank: this one's number in the job, 0 on the first machine.
+        world_size: of the job.
     """
 
-    def __init__(self, children: Sequence[int], *, folder: Path) -> None:
+    def __init__(self, children: Sequence[int], *, folder: Path, rank: int, world_size: int) -> None:
         reading, self._pipe = os.pipe()
-        arguments = [str(reading), str(folder), *map(str, children)]
+        arguments = [str(reading), str(folder), str(rank), str(world_size), *map(str, children)]
         subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, *arguments],
             pass_fds=[reading],
@@ -51,7 +54,7 @@ class Guardian:
             os.close(self._pipe)
 
 
-def watch(pipe: int, folder: Path, children: Sequence[int]) -> None:
+def watch(pipe: int, folder: Path, rank: int, world_size: int, children: Sequence[int]) -> None:
     """Wait for the end of the parent, which holds the other end of `pipe`; so may forks of it, a loader's workers."""
     parent = os.getppid()
     while os.getppid() == parent:
@@ -59,14 +62,14 @@ def watch(pipe: int, folder: Path, children: Sequence[int]) -> None:
             if os.read(pipe, 1) == GOODBYE:
                 return
             break
-    posts = sorted(folder.glob("run-*/rank-0.where"))
+    posts = sorted(folder.glob(f"run-*/rank-{rank}.where"))
     known = (folder / "rank-0.error").exists() or any((post.parent / "verdict").exists() for post in posts)
     last = json.loads(posts[-1].read_text()) if posts else {}
     if not known:
         # As the supervisors say it, of which this file may import nothing.
         place = ", ".join(f"{axis} {number}" for axis, number in last.get("coordinates", {}).items())
         where = f"; last seen in {last['where']}{f' ({place})' if place else ''}" if last else ""
-        told = f"rank 0 of {len(children) + 1} was killed{where}. The other ranks were ended."
+        told = f"rank {rank} of {world_size} was killed{where}. The other ranks were ended."
         print(told, file=sys.stderr, flush=True)
     time.sleep(_SECONDS)
     for child in children:
@@ -74,5 +77,18 @@ def watch(pipe: int, folder: Path, children: Sequence[int]) -> None:
             os.kill(child, signal.SIGKILL)
 
 
+def remove(folder: Path, children: Sequence[int]) -> None:
+    """Once the ranks are gone, which may write into it."""
+    for _ in range(20):
+        if not any(Path(f"/proc/{child}").exists() for child in children):
+            break
+        time.sleep(_SECONDS)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 if __name__ == "__main__":
-    watch(int(sys.argv[1]), Path(sys.argv[2]), [int(pid) for pid in sys.argv[3:]])
+    numbers = [int(number) for number in sys.argv[3:]]
+    try:
+        watch(int(sys.argv[1]), Path(sys.argv[2]), numbers[0], numbers[1], numbers[2:])
+    finally:
+        remove(Path(sys.argv[2]), numbers[2:])

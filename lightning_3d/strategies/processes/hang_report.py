@@ -39,7 +39,7 @@ def causes(posts: Mapping[int, Post], *, now: float) -> list[int]:
         return lost
     waited_for = {other for rank in posts for other in awaited(rank, posts)}
     free = [rank for rank in sorted(waited_for) if not awaited(rank, posts)]
-    return free or [rank for rank, post in sorted(posts.items()) if not post.waiting]
+    return free or [rank for rank, post in sorted(posts.items()) if not post.waiting and not post.done]
 
 
 def headline(posts: Mapping[int, Post], *, world_size: int, timeout_seconds: float, now: float) -> str:

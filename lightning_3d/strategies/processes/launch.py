@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -96,6 +97,9 @@ def fork_ranks(
                 parent = os.getpid()
                 pid = os.fork()
                 if pid == 0:
+                    # What the function catches is no failure, so it isn't to be reported from inside.
+                    os.environ.pop(supervise.REPORT_VARIABLE, None)
+                    variables[supervise.FOLDER_VARIABLE] = folder
                     os.environ.update({**variables, **(env or {})})
                     _run_fork(function, args, parent=parent, report=reports[rank], result=results[rank])
                 children.append(ForkedProcess(pid))
@@ -139,14 +143,28 @@ def _run_fork(
         os._exit(code)
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended.
+
+    Args:
+        exit_code: 0, that of the first rank that failed, or 128 + n after signal n.
+        stopped: whether it ended well because this process was asked to end it.
+    """
+
+    exit_code: int
+    stopped: bool = False
+
+
 def start_ranks(
     command: Sequence[str], *, world_size: int, env: Mapping[str, str] | None = None, log_dir: Path | None = None
-) -> int:
-    """Run `command` once per rank and wait for all; the exit code is 0, or that of the first rank that failed.
+) -> Outcome:
+    """Run `command` once per rank and wait for all.
 
     Rank 0 has this process's output. What the others print goes to ``rank-N.log`` in `log_dir` (a temporary folder by
     default), so that lines do not mix; after a failure the end of the first failing rank's output is shown, once.
-    SIGINT, SIGTERM and SIGHUP are passed on. When this process ends, whatever the reason, all ranks do.
+    SIGINT, SIGTERM and SIGHUP are passed on; a rank that fails after that is told like any other. When this process
+    ends, whatever the reason, all ranks do. Once rank 0 has ended well, the others have a minute.
 
     Args:
         env: the environment of every rank; that of this process by default. Variables of a rank are added to it.
@@ -177,16 +195,17 @@ def start_ranks(
                                 preexec_fn=supervise.die_with_parent,
                             )
                         )
-                failure = supervise.supervise(children, report_paths=reports, stopped_by=stopped_by)
+                failure = supervise.supervise(
+                    children, report_paths=reports, exit_seconds=supervise.EXIT_SECONDS, stopped_by=stopped_by
+                )
             finally:
                 supervise.end(children, grace_seconds=0.0)
         if stopped_by:
             print(f"stopped by {signal.Signals(stopped_by[0]).name}", file=sys.stderr)
-            return 128 + stopped_by[0]
-        if failure is None:
-            return 0
-        tell(failure, world_size=world_size, log=logs / f"rank-{failure.rank}.log" if failure.rank else None)
-        return failure.exit_code
+        if failure is not None:
+            tell(failure, world_size=world_size, log=logs / f"rank-{failure.rank}.log" if failure.rank else None)
+            return Outcome(failure.exit_code)
+        return Outcome(128 + stopped_by[0], stopped=True) if stopped_by else Outcome(0)
 
 
 class _Inherited:

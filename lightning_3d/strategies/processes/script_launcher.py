@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
 import os
 import subprocess
 import sys
@@ -19,14 +20,13 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 from lightning_3d.errors import LaunchError
 from lightning_3d.strategies.processes import supervise
+from lightning_3d.strategies.processes.attempts import attempt, flush
 from lightning_3d.strategies.processes.guardian import Guardian
 from lightning_3d.strategies.processes.launch import free_port, rank_environment, tell
 from lightning_3d.strategies.processes.supervise import Failure
 
 T = TypeVar("T")
 
-# How long rank 0 of a script, itself done, waits for the others.
-EXIT_SECONDS = 60.0
 # How long it may take for its own end once a rank has failed: callbacks, loggers, its complaint about lost connections.
 UNWIND_SECONDS = 10.0
 
@@ -50,7 +50,8 @@ class ScriptLauncher(_Launcher):
     _children: list[subprocess.Popen] = []
     _guardian: Guardian | None = None
     _failed = False
-    _stopped = False
+    # By which signal all ranks end at an agreed place; see `supervise.Ranks.failure`.
+    _stopped_by: list[int] = []
     # The first, before its peers are ended and fail in their turn.
     _failure: Failure | None = None
 
@@ -83,6 +84,7 @@ class ScriptLauncher(_Launcher):
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if self.num_processes > 1 and not environment.creates_processes_externally:
             self._start_children()
+        _report_uncaught_exceptions()
         self.failed = False
         try:
             with supervise.report_errors():
@@ -98,9 +100,9 @@ class ScriptLauncher(_Launcher):
         return result
 
     @classmethod
-    def stopped(cls) -> None:
-        """All ranks end at an agreed place, by a signal: none of them has failed."""
-        cls._stopped = True
+    def stopped(cls, sig: int) -> None:
+        """All ranks end by this signal: that is no failure of theirs."""
+        cls._stopped_by.append(sig)
 
     @classmethod
     def dismiss_guardian(cls) -> None:
@@ -119,14 +121,16 @@ class ScriptLauncher(_Launcher):
             os.environ["MASTER_PORT"] = str(free_port())
         # The environment has the last word: it may have settled on a port before.
         address, port = self.cluster_environment.main_address, self.cluster_environment.main_port
-        folder = tempfile.TemporaryDirectory(prefix="lightning-3d-")
-        reports = [Path(folder.name, f"rank-{rank}.error") for rank in range(self.num_processes)]
+        # The guardian removes it, since this process may end in any way.
+        folder = Path(tempfile.mkdtemp(prefix="lightning-3d-"))
+        reports = [Path(folder, f"rank-{local}.error") for local in range(self.num_processes)]
         node = self.cluster_environment.node_rank()
+        first_rank, world_size = node * self.num_processes, self.num_nodes * self.num_processes
         variables: list[dict[str, str]] = []
         for local in range(self.num_processes):
             own = rank_environment(local, world_size=self.num_processes, address=address, port=port)
-            own["RANK"] = str(node * self.num_processes + local)
-            own["WORLD_SIZE"] = str(self.num_nodes * self.num_processes)
+            own["RANK"] = str(first_rank + local)
+            own["WORLD_SIZE"] = str(world_size)
             own["NODE_RANK"] = str(node)
             own[supervise.REPORT_VARIABLE] = str(reports[local])
             variables.append(own)
@@ -134,16 +138,17 @@ class ScriptLauncher(_Launcher):
             ScriptLauncher._children.append(
                 subprocess.Popen(command, env={**os.environ, **own}, preexec_fn=supervise.die_with_parent)
             )
-        ScriptLauncher._guardian = Guardian([child.pid for child in ScriptLauncher._children], folder=Path(folder.name))
+        pids = [child.pid for child in ScriptLauncher._children]
+        ScriptLauncher._guardian = Guardian(pids, folder=folder, rank=first_rank, world_size=world_size)
         threads_were_set = "OMP_NUM_THREADS" in os.environ
         os.environ.update(variables[0])
         if not threads_were_set and "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(int(variables[0]["OMP_NUM_THREADS"]))
         done = threading.Event()
-        watch = threading.Thread(target=_watch_children, args=(ScriptLauncher._children, reports, done), daemon=True)
+        ranks = supervise.Ranks([None, *ScriptLauncher._children], report_paths=reports, first_rank=first_rank)
+        watch = threading.Thread(target=_watch_children, args=(ranks, done, world_size), daemon=True)
         watch.start()
-        _fail_on_uncaught_exceptions()
-        atexit.register(_end_script, ScriptLauncher._children, reports, done, folder)
+        atexit.register(_end_script, ranks, done, world_size)
 
 
 def script_command() -> list[str]:
@@ -168,68 +173,65 @@ def script_command() -> list[str]:
     return [sys.executable, *flags, str(Path(file).absolute()), *sys.argv[1:]]
 
 
-def _fail_on_uncaught_exceptions() -> None:
+def _report_uncaught_exceptions() -> None:
+    """What comes after a run is told as well: a save at SIGTERM that fails, the script's own mistakes."""
     before = sys.excepthook
+    if supervise.REPORT_VARIABLE not in os.environ or getattr(before, "reports", False):
+        return
 
-    def note(*exception: Any) -> None:
+    def note(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         ScriptLauncher._failed = True
-        before(*exception)
+        before(kind, error, trace)
+        with contextlib.suppress(Exception), supervise.report_errors():
+            raise error
 
+    note.reports = True  # type: ignore[attr-defined]
     sys.excepthook = note
 
 
-def _watch_children(children: list[subprocess.Popen], reports: list[Path], done: threading.Event) -> None:
-    """In rank 0: when a rank fails, end the job, also when this rank hangs in a collective or in its unwinding."""
+def _watch_children(ranks: supervise.Ranks, done: threading.Event, world_size: int) -> None:
+    """In the first rank: when one fails, end the job, also when this one hangs in a collective or in its unwinding."""
     while not done.wait(supervise.POLL_SECONDS * 4):
-        if any(child.poll() for child in children) or any(report.exists() for report in reports):
-            time.sleep(supervise.SETTLE_SECONDS)
-            failure = _failure(children, reports)
-            if failure is None or ScriptLauncher._stopped or done.is_set():
-                continue
-            ScriptLauncher._failure = failure
-            supervise.end(children, grace_seconds=supervise.FAILURE_GRACE_SECONDS)
-            if not done.wait(UNWIND_SECONDS):
-                if failure.rank == 0:
-                    print(failure.traceback, file=sys.stderr)
-                _exit(failure, world_size=len(reports))
-            return
+        failure = ranks.failure(stopped_by=ScriptLauncher._stopped_by)
+        if failure is None or done.is_set():
+            continue
+        ScriptLauncher._failure = failure
+        supervise.end(ScriptLauncher._children, grace_seconds=supervise.FAILURE_GRACE_SECONDS)
+        if not done.wait(UNWIND_SECONDS):
+            own = failure.traceback if failure.rank == ranks.first_rank else ""
+            _exit(failure, world_size=world_size, before=own)
+        return
 
 
-def _failure(children: list[subprocess.Popen], reports: list[Path]) -> Failure | None:
-    return supervise.first_failure([None, *(child.poll() for child in children)], report_paths=reports)
-
-
-def _exit(failure: Failure | None, *, world_size: int) -> None:
-    if failure is not None:
+def _exit(failure: Failure, *, world_size: int, before: str = "") -> None:
+    def say() -> None:
+        if before:
+            print(before, file=sys.stderr)
         tell(failure, world_size=world_size, log=None)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    ScriptLauncher.dismiss_guardian()
-    os._exit(failure.exit_code if failure else 1)
+
+    try:
+        attempt(say, seconds=2.0)
+        flush()
+        ScriptLauncher.dismiss_guardian()
+    finally:
+        os._exit(failure.exit_code)
 
 
-def _end_script(
-    children: list[subprocess.Popen], reports: list[Path], done: threading.Event, folder: tempfile.TemporaryDirectory
-) -> None:
-    """At rank 0's end: let the others finish, but leave none behind and end with an error if one of them did."""
-    failed, stopped = ScriptLauncher._failed, ScriptLauncher._stopped
-    seconds = supervise.FAILURE_GRACE_SECONDS if failed and not stopped else EXIT_SECONDS
+def _end_script(ranks: supervise.Ranks, done: threading.Event, world_size: int) -> None:
+    """At the first rank's end: let the others finish, but leave none behind and end with an error if one failed."""
+    failed, stopped_by = ScriptLauncher._failed, ScriptLauncher._stopped_by
+    seconds = supervise.FAILURE_GRACE_SECONDS if failed and not stopped_by else supervise.EXIT_SECONDS
     deadline = time.monotonic() + seconds
-    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
-        if not stopped and any(child.poll() for child in children):
-            time.sleep(supervise.SETTLE_SECONDS)
-            break
+    failure = ScriptLauncher._failure
+    while failure is None and None in ranks.codes()[1:] and time.monotonic() < deadline:
         time.sleep(supervise.POLL_SECONDS)
+        failure = ranks.failure(stopped_by=stopped_by)
     done.set()
-    failure = None if stopped else ScriptLauncher._failure or _failure(children, reports)
-    late = [rank for rank, child in enumerate(children, start=1) if child.poll() is None]
-    supervise.end(children, grace_seconds=supervise.FAILURE_GRACE_SECONDS)
-    folder.cleanup()
+    failure = ScriptLauncher._failure or failure or ranks.failure(stopped_by=stopped_by)
+    if failure is None and not failed:
+        failure = ranks.late()
+    supervise.end(ScriptLauncher._children, grace_seconds=supervise.FAILURE_GRACE_SECONDS)
     if failure is not None:
         # Told last, after this rank's own complaint about it; and an error even where the script has caught that.
-        _exit(failure, world_size=len(reports))
-    if late and not failed:
-        ranks = ", ".join(map(str, late))
-        print(f"rank {ranks} still ran {seconds:.0f} s after rank 0 had ended; it was ended.", file=sys.stderr)
-        _exit(None, world_size=len(reports))
+        _exit(failure, world_size=world_size)
     ScriptLauncher.dismiss_guardian()

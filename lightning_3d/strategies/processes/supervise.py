@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +21,8 @@ from lightning_3d.whereabouts import HERE
 
 # Where a rank writes what it died of, so that the cause is known before its peers' complaints about lost connections.
 REPORT_VARIABLE = "LIGHTNING_3D_REPORT"
+# The folder of a supervisor that is told what its function raises, and not what the function has caught.
+FOLDER_VARIABLE = "LIGHTNING_3D_FOLDER"
 
 POLL_SECONDS = 0.05
 # A peer may notice a failure and end before the rank that failed has written its report.
@@ -29,6 +31,14 @@ SETTLE_SECONDS = 0.5
 FAILURE_GRACE_SECONDS = 3.0
 # For ranks that are asked to stop: they finish a step, and may want to write a checkpoint. A second signal is quicker.
 STOP_GRACE_SECONDS = 120.0
+# How long the others may take once rank 0 has ended well.
+EXIT_SECONDS = 60.0
+
+# Signals that come from outside or from a fault of memory; others (SIGABRT) may follow from a peer's failure.
+_FATAL = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
+# Exit codes of ranks that were asked to stop: as all agreed, or before a handler was there.
+_ASKING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+_STOPPED_CODES = (*(-number for number in _ASKING), *(128 + number for number in _ASKING))
 
 # Of an error, in one line; its traceback has all of it.
 _LONGEST_LINE = 1000
@@ -51,7 +61,7 @@ class Failure:
     """The first rank of a job that failed.
 
     Args:
-        rank: its number, on this machine.
+        rank: its number in the job.
         exit_code: as a shell tells it: 128 + n for signal n.
         reason: one line: what it raised, which signal killed it, or its exit code.
         traceback: of the exception; empty where it left none.
@@ -95,11 +105,69 @@ class ForkedProcess:
             os.kill(self.pid, sig)
 
 
+class Ranks:
+    """The processes of this machine's ranks, what they reported, and when each was last seen alive.
+
+    Args:
+        processes: one per rank of this machine, in order; None is this process.
+        report_paths: where each would write its report (see `report_errors`).
+        first_rank: number of the first of them in the job.
+    """
+
+    def __init__(
+        self, processes: Sequence[Process | None], *, report_paths: Sequence[Path], first_rank: int = 0
+    ) -> None:
+        self._processes = processes
+        self.report_paths = report_paths
+        self.first_rank = first_rank
+        self._alive_at = [time.monotonic()] * len(report_paths)
+
+    def codes(self) -> list[int | None]:
+        """Exit codes; None for what runs."""
+        now = time.monotonic()
+        codes = [None if process is None else process.poll() for process in self._processes]
+        for number, code in enumerate(codes):
+            if code is None:
+                self._alive_at[number] = now
+        return codes
+
+    def failure(self, *, stopped_by: Sequence[int] = ()) -> Failure | None:
+        """Which rank failed first, or None while none has.
+
+        Args:
+            stopped_by: signals by which all were asked to stop: then what is usual after that is no failure.
+        """
+        if not any(_bad(code, stopped_by) for code in self.codes()) and not any(map(Path.exists, self.report_paths)):
+            return None
+        # A peer may have noticed it first.
+        time.sleep(SETTLE_SECONDS)
+        codes = [code if code is None or _bad(code, stopped_by) else 0 for code in self.codes()]
+        found = first_failure(codes, report_paths=self.report_paths, alive_at=self._alive_at)
+        return None if found is None else replace(found, rank=self.first_rank + found.rank)
+
+    def late(self) -> Failure | None:
+        """The first rank that still runs, as the failure of a job whose rank 0 has ended long ago."""
+        running = [number for number, process in enumerate(self._processes) if process and process.poll() is None]
+        if not running:
+            return None
+        reason = f"still ran {EXIT_SECONDS:.0f} s after rank 0 had ended"
+        rank = self.first_rank + running[0]
+        return Failure(rank, 1, reason, where=_where(_board_of(self.report_paths[0]), rank))
+
+
+def _bad(code: int | None, stopped_by: Sequence[int]) -> bool:
+    if code is None or code == 0:
+        return False
+    # Lightning ends with 1 after Ctrl-C.
+    return not stopped_by or not (code in _STOPPED_CODES or (code == 1 and stopped_by[0] == signal.SIGINT))
+
+
 def supervise(
     processes: Sequence[Process],
     *,
     report_paths: Sequence[Path],
     deadline: float | None = None,
+    exit_seconds: float | None = None,
     stopped_by: Sequence[int] = (),
 ) -> Failure | None:
     """Wait until every process has ended well, or one has failed; then end the others.
@@ -108,24 +176,26 @@ def supervise(
         processes: one per rank, in order.
         report_paths: where each would write its report (see `report_errors`).
         deadline: on the clock of `time.monotonic`; None waits for ever.
-        stopped_by: grows when `stopping_on_signals` has asked all to stop: then no way of ending is a failure.
+        exit_seconds: how long the others may take once rank 0 has ended well; None is for ever.
+        stopped_by: grows when `stopping_on_signals` has asked all to stop: a second signal kills them.
 
     Raises:
         TimeoutError: the deadline passed; its one argument is the list of ranks that had not ended.
     """
+    ranks = Ranks(processes, report_paths=report_paths)
+    first_ended_at: float | None = None
     try:
         while True:
-            codes = [process.poll() for process in processes]
-            if all(code == 0 or (stopped_by and code is not None) for code in codes):
+            # Ranks that do not stop are killed by us.
+            if len(stopped_by) < 2 and (failure := ranks.failure(stopped_by=stopped_by)) and len(stopped_by) < 2:
+                return failure
+            codes = ranks.codes()
+            if all(code is not None and (code == 0 or stopped_by) for code in codes):
                 return None
-            if stopped_by:
-                time.sleep(POLL_SECONDS)
-                continue
-            if any(codes) or any(path.exists() for path in report_paths):
-                time.sleep(SETTLE_SECONDS)
-                failure = first_failure([process.poll() for process in processes], report_paths=report_paths)
-                if failure is not None and not stopped_by:
-                    return failure
+            if codes[0] == 0:
+                first_ended_at = first_ended_at or time.monotonic()
+                if exit_seconds is not None and time.monotonic() - first_ended_at > exit_seconds:
+                    return ranks.late()
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError([rank for rank, code in enumerate(codes) if code is None])
             time.sleep(POLL_SECONDS)
@@ -133,27 +203,44 @@ def supervise(
         end(processes, grace_seconds=FAILURE_GRACE_SECONDS)
 
 
-def first_failure(codes: Sequence[int | None], *, report_paths: Sequence[Path]) -> Failure | None:
-    """Which rank failed first, or None while none has; `codes` are exit codes, None for ranks that run.
+def first_failure(
+    codes: Sequence[int | None], *, report_paths: Sequence[Path], alive_at: Sequence[float]
+) -> Failure | None:
+    """Which rank failed first, or None while none has.
 
-    A rank that a signal killed is a cause and never an effect (peers only raise); after it counts the earliest report.
-    But what the watchdogs say of a hang goes first: they kill a stopped rank themselves.
+    The earliest report counts, and before it the death of a rank that reported nothing: by SIGKILL or a fault of
+    memory, or by another signal if no report is older (a peer's failure may make NCCL abort). But what the watchdogs
+    say of a hang goes first: they kill a stopped rank themselves.
+
+    Args:
+        codes: exit codes, None for ranks that run.
+        alive_at: when each was seen alive last, on the clock of `time.monotonic`.
     """
     boards = [_board_of(path) for path in report_paths]
     hung = any(board.said("verdict") is not None for board in boards)
+    reports = {rank: report for rank, path in enumerate(report_paths) if (report := _read_report(path))}
+    earliest = min((report["time"] for report in reports.values()), default=float("inf"))
     for rank, code in enumerate(codes):
-        if code is not None and code < 0 and not hung:
+        if code is None or code >= 0 or hung or rank in reports:
+            continue
+        if -code in _FATAL or earliest > alive_at[rank]:
             return Failure(rank, 128 - code, f"was killed by {_signal_name(-code)}", where=_where(boards[rank], rank))
-    reports = [(rank, report) for rank, path in enumerate(report_paths) if (report := _read_report(path))]
     if reports:
-        rank, report = min(reports, key=lambda pair: pair[1]["time"])
+        rank, report = min(reports.items(), key=lambda pair: pair[1]["time"])
         reason = f"reports {report['error']}" if hung else f"raised {report['error']}"
         where = "" if hung else _where(boards[rank], rank, now=report.get("where", ""))
-        return Failure(rank, codes[rank] or 1, reason, report["traceback"], where)
+        return Failure(rank, max(codes[rank] or 1, 1), reason, report["traceback"], where)
     for rank, code in enumerate(codes):
         if code:
-            return Failure(rank, code, f"ended with exit code {code}", where=_where(boards[rank], rank))
+            how = f"ended with exit code {code}" if code > 0 else f"was killed by {_signal_name(-code)}"
+            return Failure(rank, code if code > 0 else 128 - code, how, where=_where(boards[rank], rank))
     return None
+
+
+def supervised_folder() -> Path | None:
+    """Where this rank's supervisor reads posts and tells failures; None where none of ours has started it."""
+    report, folder = os.environ.get(REPORT_VARIABLE), os.environ.get(FOLDER_VARIABLE)
+    return Path(report).parent if report else Path(folder) if folder else None
 
 
 def _board_of(report: Path) -> Board:
@@ -217,6 +304,7 @@ def stopping_on_signals(processes: Sequence[Process]) -> Iterator[list[int]]:
             signal.setitimer(signal.ITIMER_REAL, STOP_GRACE_SECONDS)
 
     def kill_all(sig: int, frame: object) -> None:
+        received.append(sig)
         _signal_all(processes, signal.SIGKILL)
 
     handlers = {signal.SIGINT: pass_on, signal.SIGTERM: pass_on, signal.SIGHUP: pass_on, signal.SIGALRM: kill_all}
@@ -268,7 +356,7 @@ def write_report(
     if target:
         report = {"time": time.monotonic(), "error": summary, "traceback": details, "where": where or HERE.describe()}
         partial = Path(f"{target}.partial")
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             partial.write_text(json.dumps(report))
             partial.replace(target)
     return bool(target)
@@ -277,7 +365,7 @@ def write_report(
 def _read_report(path: Path) -> dict | None:
     try:
         return json.loads(path.read_text())
-    except FileNotFoundError:
+    except (OSError, ValueError):
         return None
 
 

@@ -1,18 +1,19 @@
-"""One fit, validate, test or predict of several ranks: a watchdog beside it, one way to stop, one way to fail."""
+"""One fit, validate, test or predict: a watchdog beside it, one way to stop, one way to fail."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import os
 import shutil
-import tempfile
+import signal
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -23,9 +24,12 @@ from lightning_3d.parallel.mesh import data_parallel_group
 from lightning_3d.parallel.pipeline import STAGES_PER_RANK
 from lightning_3d.parallel.waits import note_waits
 from lightning_3d.strategies.processes.board import Board
+from lightning_3d.strategies.processes.loading import note_loading
+from lightning_3d.strategies.processes.meeting import meet
 from lightning_3d.strategies.processes.script_launcher import ScriptLauncher
-from lightning_3d.strategies.processes.stopping import AgreedStop, interrupting
-from lightning_3d.strategies.processes.supervise import REPORT_VARIABLE, board_of_run
+from lightning_3d.strategies.processes.signals import STOP_SIGNALS, Signals
+from lightning_3d.strategies.processes.stopping import AgreedStop
+from lightning_3d.strategies.processes.supervise import board_of_run, supervised_folder
 from lightning_3d.strategies.processes.watchdog import Watchdog
 from lightning_3d.whereabouts import HERE
 
@@ -57,7 +61,7 @@ class WatchedRun:
         self._launcher = launcher
         self._own_folder: Path | None = None
         self._unsaved: list[ModelCheckpoint] = []
-        self._signals = ExitStack()
+        self._signals: Signals | None = None
         self._rank, self._world_size, self._timeout = rank, world_size, timeout_seconds
         self._number = next(_NUMBERS)
         self._watching = False
@@ -65,21 +69,27 @@ class WatchedRun:
         self.failed = False
         HERE.failure = ""
         note_waits()
-        report = os.environ.get(REPORT_VARIABLE)
-        if report is not None and trainer.num_nodes == 1:
-            board = board_of_run(Path(report).parent, self._number)
-            board.folder.mkdir(parents=True, exist_ok=True)
+        note_loading()
+        folder = supervised_folder()
+        if folder is not None and trainer.num_nodes == 1:
+            board = board_of_run(folder, self._number)
+            # A board that can't be written is mute.
+            with contextlib.suppress(OSError):
+                board.folder.mkdir(parents=True, exist_ok=True)
             self._watch(board)
 
     def met(self, mesh: DeviceMesh, layout: Layout) -> None:
         """The ranks can talk; collective."""
         if not self._watching:
-            self._watch(self._meet())
+            self._own_folder, board = meet(self._trainer, self._number)
+            self._watch(board)
         self._watchdog.place(_coordinates(mesh, layout), stages=_ranks_of_stages(mesh, layout))
 
     def _watch(self, board: Board) -> None:
         self._watching = True
         trainer, rank, world_size = self._trainer, self._rank, self._world_size
+        self._board = board
+        self._keeper = _KeepsSignals(self)
         self._stop = AgreedStop(board, world_size=world_size)
         self._watchdog = Watchdog(
             board,
@@ -88,7 +98,7 @@ class WatchedRun:
             timeout_seconds=self._timeout,
             reports=Path(trainer.default_root_dir, "hang_reports", f"{board.folder.parent.name}-{board.folder.name}"),
             stop=self._stop,
-            leaving=ScriptLauncher.dismiss_guardian,
+            leaving=self._leave,
         )
         self._watchdog.start()
         self._launcher.on_failure, self._launcher.on_success = self._failed, self._succeeded
@@ -104,46 +114,51 @@ class WatchedRun:
 
     def unwound(self) -> None:
         """Lightning has torn down: what comes after an error is the script's own."""
-        self._signals.close()
+        if self._signals is not None:
+            self._signals.close()
+        for callback in self._unsaved:
+            callback.save_on_exception = True
+        self._unsaved, self.failed = [], False
+        vars(self._trainer).pop("save_checkpoint", None)
         if self._launcher.failed and self._watching:
-            for callback in self._unsaved:
-                callback.save_on_exception = True
-            if self.failed:
-                self.failed = False
-                del self._trainer.save_checkpoint
+            if self._keeper in self._callbacks:
+                self._callbacks.remove(self._keeper)
             self._close(done=self._stop.agreed)
 
     # ------------------------------------------------------------------ parts
 
-    def _meet(self) -> Board:
-        """A new folder that all ranks see."""
-        box: list[Any] = [None]
-        if dist.get_rank() == 0:
-            shared = self._trainer.default_root_dir if self._trainer.num_nodes > 1 else None
-            self._own_folder = Path(tempfile.mkdtemp(prefix="lightning-3d-", dir=shared))
-            board = board_of_run(self._own_folder, self._number)
-            board.folder.mkdir(parents=True)
-            box = [str(board.folder)]
-        dist.broadcast_object_list(box, 0)
-        return Board(Path(box[0]))
+    @property
+    def _callbacks(self) -> list[L.Callback]:
+        trainer: Any = self._trainer
+        return trainer.callbacks
 
     def _take_over_signals(self) -> None:
         connector: Any = self._trainer._signal_connector
+        # Lightning would save inside the handler, on each rank at another place.
+        requeue = _requeue_signal(self._trainer)
 
         def register() -> None:
             type(connector).register_signal_handlers(connector)
-            self._signals.enter_context(interrupting(self._stop.request))
+            numbers = STOP_SIGNALS if requeue is None else (*STOP_SIGNALS, requeue)
+            self._signals = Signals(self._stop.request, numbers=numbers, users=connector._original_handlers)
+            self._watchdog.signals = self._signals
 
         # Lightning's own broadcasts from inside the signal handler, between the collectives of whatever goes on, and
         # once more in every step.
         connector.register_signal_handlers = register
         connector._sigterm_notifier_fn = lambda *_: None
         epoch_loop: Any = self._trainer.fit_loop.epoch_loop
-        epoch_loop._broadcast_sigterm_tensor = self._before_batch
+        epoch_loop._broadcast_sigterm_tensor = lambda: None
+
+        def advance(fetcher: Any) -> None:
+            self._before_batch()
+            type(epoch_loop).advance(epoch_loop, fetcher)
+
+        epoch_loop.advance = advance
 
     def _before_batch(self) -> None:
-        """In the place of Lightning's broadcast, which comes before a training batch is fetched."""
-        HERE.enter("loading a batch")
+        """Before a training batch is fetched."""
+        HERE.enter("callbacks before a step")
         HERE.loading_since, HERE.waited_before_loading = time.monotonic(), HERE.waited_seconds
         window = self._trainer.accumulate_grad_batches
         if self._trainer.fit_loop.epoch_loop.batch_progress.current.ready % window == 0:
@@ -154,34 +169,66 @@ class WatchedRun:
             self._stop.boundary()
         except BaseException:
             if self._stop.agreed:
-                ScriptLauncher.stopped()
+                sig = self._stop.signal or signal.SIGTERM
+                ScriptLauncher.stopped(sig)
                 HERE.enter(f"stopping before step {self._trainer.global_step + 1}")
+                if sig == _requeue_signal(self._trainer):
+                    connector: Any = self._trainer._signal_connector
+                    connector._slurm_sigusr_handler_fn(sig, None)
             raise
 
     def _failed(self, error: BaseException) -> None:
         """Before Lightning's callbacks hear of an error."""
         if self._stop.agreed:
+            self._callbacks.insert(0, self._keeper)
             return
         # It may be an effect of a killed rank, and torchrun ends this one before its watchdog looks again.
         self._watchdog.tell_of_failure()
         HERE.failure = HERE.failure or type(error).__name__
-        self.failed = True
+        if self._world_size == 1:
+            return
         # All ranks write a checkpoint together, and this error may be one rank's alone.
-        self._trainer.save_checkpoint = _not_saved  # type: ignore[method-assign]
+        self._unwind_alone(_not_saved)
+        if self._unsaved:
+            _not_saved("the checkpoint of save_on_exception=True")
+
+    def _succeeded(self) -> None:
+        """
+        Raises:
+            KeyboardInterrupt, SIGTERMException: a signal came too late for a last step that all could agree on. The
+                run is done, and the script goes no further.
+        """
+        error = None if self._stop.signal is None else self._stop.error()
+        self._close(done=True)
+        if error is not None:
+            ScriptLauncher.stopped(self._stop.signal or signal.SIGTERM)
+            # There is nothing to save that was not, and others may not save with this rank.
+            self._unwind_alone(lambda *_, **__: None)
+            raise error
+
+    def _unwind_alone(self, instead: Callable[..., None]) -> None:
+        """Until Lightning has torn down, nothing is saved; `instead` is called for it."""
+        self.failed = True
+        self._trainer.save_checkpoint = instead  # type: ignore[method-assign]
         for callback in self._trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.save_on_exception:
                 # It would note and log what is not there.
                 callback.save_on_exception = False
                 self._unsaved.append(callback)
-        if self._unsaved:
-            _not_saved("the checkpoint of save_on_exception=True")
-
-    def _succeeded(self) -> None:
-        self._close(done=True)
 
     def _close(self, *, done: bool) -> None:
         self._watchdog.close(done=done)
-        if done and self._own_folder is not None:
+        self._remove_folder()
+
+    def _leave(self) -> None:
+        """The watchdog ends this process."""
+        ScriptLauncher.dismiss_guardian()
+        self._board.leave(self._rank)
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        """The last rank to leave does."""
+        if self._own_folder is not None and self._board.deserted(self._world_size):
             shutil.rmtree(self._own_folder, ignore_errors=True)
 
 
@@ -191,6 +238,25 @@ def _not_saved(filepath: Any, *_: Any, **__: Any) -> None:
         f"{filepath} is not saved after an error that one rank alone may have: a checkpoint is written by all ranks "
         "together. After SIGTERM and Ctrl-C it is. Set ModelCheckpoint(every_n_train_steps=...) for other errors."
     )
+
+
+class _KeepsSignals(L.Callback):
+    """Before all others when a run stops."""
+
+    def __init__(self, run: WatchedRun) -> None:
+        self._run = run
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if self._run._signals is not None:
+            self._run._signals.take_back()
+
+
+def _requeue_signal(trainer: L.Trainer) -> int | None:
+    """By which SLURM tells that time is over, if Lightning is to put the job into its queue again."""
+    environment = trainer._accelerator_connector.cluster_environment
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+        return int(environment.requeue_signal or signal.SIGUSR1)
+    return None
 
 
 def _coordinates(mesh: DeviceMesh, layout: Layout) -> dict[str, int]:
