@@ -25,6 +25,7 @@ from lightning_3d.checkpoint import store
 from lightning_3d.cli import check, config, job, main, run_folder, train
 from lightning_3d.cli.config import compose_recipe
 from lightning_3d.errors import ConfigError, LayoutError
+from lightning_3d.strategies.processes.launch import Outcome
 
 SEED = 20
 INVALID, VALID = 520, 200
@@ -44,7 +45,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]
     # Tests that run beside others come from `python -c`, which no Trainer could run again.
     monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
     jobs: list[Any] = []
-    monkeypatch.setattr(train, "start", lambda job: jobs.append(job) or 0)
+    monkeypatch.setattr(train, "start", lambda job: jobs.append(job) or Outcome(0))
     # Hydra's part is most of the time, and the recipes without changes are composed in every case.
     compose = functools.cache(lambda file, overrides: COMPOSE(file, list(overrides)))
     monkeypatch.setattr(config, "_compose", lambda file, overrides: copy.deepcopy(compose(file, tuple(overrides))))
