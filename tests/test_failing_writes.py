@@ -106,7 +106,7 @@ def save_with_faults(layout: str, folder: Path, name: str, every: int, can_swap:
             if rank == 0:
                 found = store.set_aside_leftovers(folder)
                 assert all(path == folder / f".{name}.unfinished" for path in found), where
-                assert store.committed(folder) == [kept] and store.set_aside_leftovers(folder) == [], where
+                assert store.committed(folder) == [Folder(kept)] and store.set_aside_leftovers(folder) == [], where
             trainer.strategy.barrier()
             tried += 1
     # With room again, the same name can be saved.

@@ -102,7 +102,7 @@ def load(layout: str, path: Path, inside: bool) -> dict[str, int]:
         if inside:
             patch.setattr(init, "part_like", counted(init.part_like))
         else:
-            patch.setattr(weights, "_placed", counted(weights._placed))
+            patch.setattr(weights, "placed", counted(weights.placed))
         # Mappings must live until they are measured.
         patch.setattr(torch, "load", keeping(torch.load))
         patch.setattr(plain_files, "open_weights", keeping(plain_files.open_weights))
