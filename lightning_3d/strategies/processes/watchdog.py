@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lightning_3d.strategies.processes import hang_report
 from lightning_3d.strategies.processes.attempts import attempt, flush
 from lightning_3d.strategies.processes.board import MACHINE, Board, Post, runs
+from lightning_3d.strategies.processes.forks import UNDISTURBED
 from lightning_3d.strategies.processes.listening import Listener
 from lightning_3d.strategies.processes.signals import Signals
 from lightning_3d.strategies.processes.stacks import sequence_numbers, stacks_file, write_stacks
@@ -92,7 +93,7 @@ class Watchdog(threading.Thread):
         self._post()
         while not self._ended.wait(POLL_SECONDS):
             # A rank that has just ended, a post half read: the next look will do.
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError), UNDISTURBED:
                 self.look()
 
     def place(self, coordinates: Mapping[str, int], *, stages: Mapping[int, Sequence[int]]) -> None:
