@@ -24,7 +24,7 @@ from lightning_3d.errors import ModelError
 
 pytestmark = pytest.mark.distributed
 
-LAYOUTS = ["dp2", "zero1x2", "zero3x2"]
+LAYOUTS = ["dp2", pytest.param("zero1x2", marks=pytest.mark.slow), "zero3x2"]
 
 
 class Block(nn.Module):
