@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-import multiprocessing
-import re
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
+from memory import in_clean_process, keep_no_freed_memory, memory_bytes
 from torch.utils.data import Dataset
 from training import ordered, run, trainer_for
 
@@ -56,27 +53,19 @@ class Peaks(L.Callback):
         self.setup_bytes = self.run_bytes = 0
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.setup_bytes = resident_bytes("VmHWM")
+        self.setup_bytes = memory_bytes("VmHWM")
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.run_bytes = resident_bytes("VmHWM")
-
-
-def resident_bytes(name: str) -> int:
-    found = re.search(rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 1024
+        self.run_bytes = memory_bytes("VmHWM")
 
 
 def measure(layout: str, kind: type[LanguageModel]) -> tuple[int, int]:
     """A rank's highest memory while it sets up and while it trains, over what a tiny model of the same kind left."""
-    # Each tensor of 64 KiB or more in pages of its own, which go back to the kernel when it is freed: what earlier
-    # tensors have left in the heap cannot hide what is allocated here. 3: M_MMAP_THRESHOLD.
-    assert ctypes.CDLL(None).mallopt(-3, 64 * 1024) == 1
+    keep_no_freed_memory()
     fit(layout, kind, SMALL)
     # The highest so far is now: the kernel forgets what came before.
     Path("/proc/self/clear_refs").write_text("5")
-    before = resident_bytes("VmRSS")
+    before = memory_bytes("VmRSS")
     peaks = fit(layout, kind, LARGE)
     return peaks.setup_bytes - before, peaks.run_bytes - before
 
@@ -112,10 +101,7 @@ def highest(layout: str, kind: type[LanguageModel] = LanguageModel) -> list[tupl
 
     In setup that is its parameters; in training its parameters, their gradients and AdamW's two moments.
     """
-    # Ranks are forks, so they begin with all the memory of the process that starts them, and what they give back of it
-    # would be counted as never used: it is a new one, which has imported the packages and run no other test.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as clean:
-        measured = clean.submit(run, layout, measure, kind).result()
+    measured = in_clean_process(run, layout, measure, kind)
     shares = share_bytes(layout)
     return [(setup / share, peak / (4 * share)) for (setup, peak), share in zip(measured, shares, strict=True)]
 
