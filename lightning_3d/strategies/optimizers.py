@@ -5,28 +5,48 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_3d.parallel.local import local_tensor
+
 _NOTHING = "lightning_3d_nothing"
+# Each number of a parameter is updated from its own gradient and states alone.
+_NUMBER_BY_NUMBER = {
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.ASGD,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+}
+# States of those that are one number for a parameter, of whatever shape that is.
+_COUNTERS = {"step", "mu_product", "eta", "mu"}
 
 
-def step_by_kind(optimizer: Optimizer) -> None:
-    """Let an optimizer step once for each kind of parameter that it has.
+def step_over_shards(optimizer: Optimizer) -> None:
+    """Let one of torch's own optimizers step over a mix of whole and sharded parameters.
 
-    The fast paths of torch's optimizers (foreach, fused) take lists of tensors, which must all be whole, or all be
-    sharded over one mesh. Groups, options and states stay as the user made them. Only torch's own optimizers are
-    changed, which keep nothing in their groups that a second call would count twice. Hooks of the optimizer are called
-    once for a step.
+    Its fast paths (foreach, fused) take lists of tensors, which must all be whole, or all be sharded over one mesh.
+    Where the update goes number by number it is given this rank's parts as ordinary tensors, all at once; DTensor's
+    dispatch would take longer than the update of a small layer. Others step once for each kind of parameter. Groups,
+    options and states stay as the user made them; hooks of the optimizer are called once for a step. Optimizers from
+    elsewhere are not changed: they may keep in their groups what a second call would count twice.
     """
     if not type(optimizer).__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.LBFGS):
         return
     hooked: Any = type(optimizer).step
     step = hooked.__wrapped__ if getattr(hooked, "hooked", False) else hooked
+    shown = _parts if type(optimizer) in _NUMBER_BY_NUMBER else _kinds
 
     @Optimizer.profile_hook_step
     def step_each(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
@@ -36,23 +56,57 @@ def step_by_kind(optimizer: Optimizer) -> None:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = optimizer.param_groups
-        everything = [group["params"] for group in groups]
         # At each step: groups may have been added since.
-        kinds = list(dict.fromkeys(_kind(p) for parameters in everything for p in parameters))
+        everything = [group["params"] for group in optimizer.param_groups]
         try:
-            for kind in kinds:
-                for group, parameters in zip(groups, everything, strict=True):
-                    group["params"] = [p for p in parameters if _kind(p) == kind]
+            for _ in shown(optimizer, everything):
                 step(optimizer)
         finally:
-            for group, parameters in zip(groups, everything, strict=True):
+            for group, parameters in zip(optimizer.param_groups, everything, strict=True):
                 group["params"] = parameters
         return loss
 
     # Schedulers look for this mark to warn of a step that they do not count.
     step_each._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = MethodType(step_each, optimizer)  # type: ignore[method-assign]
+
+
+def _kinds(optimizer: Optimizer, everything: list[list[torch.Tensor]]) -> Iterator[None]:
+    """The groups' parameters, one kind after the other."""
+    for kind in dict.fromkeys(_kind(p) for parameters in everything for p in parameters):
+        for group, parameters in zip(optimizer.param_groups, everything, strict=True):
+            group["params"] = [p for p in parameters if _kind(p) == kind]
+        yield
+
+
+def _parts(optimizer: Optimizer, everything: list[list[torch.Tensor]]) -> Iterator[None]:
+    """The groups' parameters as this rank's parts of them, with the gradients and states of these; once."""
+    state = optimizer.state
+    sharded = [p for parameters in everything for p in parameters if isinstance(p, DTensor) and p.grad is not None]
+    for parameter in sharded:
+        part = parameter._local_tensor
+        part.grad = local_tensor(cast(torch.Tensor, parameter.grad))
+        if parameter in state:
+            state[part] = {name: local_tensor(value) for name, value in state[parameter].items()}
+    for group, parameters in zip(optimizer.param_groups, everything, strict=True):
+        group["params"] = [local_tensor(p) for p in parameters]
+    try:
+        yield
+    finally:
+        for parameter in sharded:
+            part = parameter._local_tensor
+            part.grad = None
+            for name, value in state.pop(part, {}).items():
+                kept = state[parameter]
+                if name not in kept or local_tensor(kept[name]) is not value:
+                    kept[name] = _whole_again(name, value, parameter)
+
+
+def _whole_again(name: str, value: Any, parameter: DTensor) -> Any:
+    """A state of a part as one of the parameter, sharded alike."""
+    if name in _COUNTERS or not isinstance(value, torch.Tensor) or value.shape != parameter._local_tensor.shape:
+        return value
+    return DTensor(value, parameter._spec, requires_grad=False)
 
 
 @contextmanager

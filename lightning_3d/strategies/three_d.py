@@ -28,7 +28,7 @@ from lightning_3d.strategies.guards.equal_buffers import share_buffers_, warn_of
 from lightning_3d.strategies.guards.finite import check_action
 from lightning_3d.strategies.guards.replay import check_replay
 from lightning_3d.strategies.logs import share_metrics
-from lightning_3d.strategies.optimizers import optimizers_of_a_part, step_by_kind
+from lightning_3d.strategies.optimizers import optimizers_of_a_part, step_over_shards
 from lightning_3d.strategies.pipelined_step import Context, PipelinedStep, warn_of_coupled_samples
 from lightning_3d.strategies.saving import resume
 from lightning_3d.strategies.saving.averaging import average_shards
@@ -154,7 +154,7 @@ class ThreeDStrategy(GuardedStrategy):
                 agree_on_tied_groups(self)
             self._refuse_different_optimizers()
             for optimizer in self.optimizers:
-                step_by_kind(optimizer)
+                step_over_shards(optimizer)
             if self.lightning_module.automatic_optimization:
                 agree_on_plateaus(self.lr_scheduler_configs, reduce=self.reduce, device=self.root_device)
         self.setup_precision_plugin()
