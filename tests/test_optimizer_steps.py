@@ -29,7 +29,8 @@ KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Adadelta": (torch.optim.Adadelta, {}),
     "Adagrad": (torch.optim.Adagrad, {}),
     "ASGD": (torch.optim.ASGD, {"t0": 1.0}),
-    "RMSprop": (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    # An eps that gradients of 1e-8 do not outgrow: their rounding would be divided by as little.
+    "RMSprop": (torch.optim.RMSprop, {"centered": True, "momentum": 0.9, "eps": 1e-3}),
     "Rprop": (torch.optim.Rprop, {}),
 }
 
