@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from modules import GAN, Points, Rows, TinyGPT
+from modules import GAN, Points, TinyGPT
 from pipelined_modules import MLP, Encoder, HuggingFace
 from test_pipeline_parity import united
 from test_zero_parity import largest_difference, replicas
@@ -407,47 +407,3 @@ def fit_gan(layout: str) -> None:
 def test_two_optimizers_under_a_pipeline_are_refused_before_a_step() -> None:
     with pytest.raises(LaunchError, match="(?s)ConfigError: GAN sets automatic_optimization=False.*"):
         run("pp2", fit_gan, timeout_seconds=50)
-
-
-# ---------------------------------------------------------------------- lengths
-
-
-def of_many_lengths(rows: list[torch.Tensor]) -> torch.Tensor:
-    """A batch whose length depends on its first row."""
-    stacked = torch.stack(rows)
-    return stacked[:, : 4 + int(stacked[0, 0]) % 12]
-
-
-class LengthsGPT(TinyGPT):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lengths: list[int] = []
-
-    def loss(self, rows: torch.Tensor) -> torch.Tensor:
-        self.lengths.append(rows.shape[1])
-        return super().loss(rows)
-
-
-def fit_lengths(layout: str | None) -> dict[str, Any]:
-    L.seed_everything(1, verbose=False)
-    recorder, module = Recorder(), LengthsGPT()
-    trainer = trainer_for(layout, max_epochs=2, precision="64-true", callbacks=[recorder])
-    loaders = [ordered(Rows(count), replicas=1, collate_fn=of_many_lengths) for count in (40, 21)]
-    trainer.fit(module, *loaders)
-    return {
-        "losses": recorder.losses,
-        "val_loss": float(trainer.callback_metrics["val_loss"]),
-        "weights": whole_weights(module),
-        "lengths": set(module.lengths),
-    }
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("layout", ["pp2", "pp2@gpipe"])
-def test_length_may_change_between_steps_and_in_validation(layout: str) -> None:
-    expected, ranks = run(None, fit_lengths)[0], run(layout, fit_lengths)
-    assert len(expected["lengths"]) > 3
-    for got in ranks:
-        assert got["losses"] == pytest.approx(expected["losses"], rel=1e-9)
-        assert got["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-9)
-    assert largest_difference(united(ranks), expected["weights"]) < 1e-9

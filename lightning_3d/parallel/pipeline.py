@@ -37,6 +37,9 @@ Step = Callable[[int], torch.Tensor]
 # In the errors that torch's stages raise from a step's own.
 _WRAPPED = ("failed to run forward", "failed to run stage backward")
 
+# Kinds of batches of which is known what travels between stages.
+_MOST_SIGNATURES = 1024
+
 # Stages that each rank has, where a schedule interleaves them.
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved1f1b": 2}
 
@@ -115,6 +118,9 @@ class Pipeline:
         """
         self._step, self._seed, self._sync = step, seed, sync
         if signature not in self._known:
+            if len(self._known) == _MOST_SIGNATURES:
+                # The oldest: a batch may tell its own number.
+                del self._known[next(iter(self._known))]
             self._known[signature] = self._grow(self._probe(step, sizes))
         key = ScheduleKey(self._wires[self._known[signature]], len(sizes), training, loss_dtype)
         if key not in self._schedules:

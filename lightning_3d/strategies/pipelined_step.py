@@ -269,6 +269,7 @@ def _signature(batch: Any, sizes: list[int], step: str) -> Any:
     described = tuple(
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
         for leaf in leaves
-        if isinstance(leaf, torch.Tensor | int | float | bool)
+        # A length or a switch may be among whole numbers; a weight or a time, which each batch has of its own, is not.
+        if isinstance(leaf, torch.Tensor | int)
     )
     return step, described, str(spec), tuple(sizes)
