@@ -187,3 +187,20 @@ class GAN(L.LightningModule):
             torch.optim.AdamW([*self.generator.parameters(), self.scale], lr=1e-2),
             torch.optim.SGD(self.discriminator.parameters(), lr=1e-1),
         ]
+
+
+class Small(L.LightningModule):
+    """Few tensors, since each of their writes is made to fail once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU())
+        self.mark = nn.Parameter(torch.tensor(0.0))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self.net(batch).square().mean() + 0 * self.mark
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)

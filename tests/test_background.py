@@ -13,37 +13,16 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from modules import Rows, TinyGPT
-from test_failing_writes import Small
+from held_saves import Held, saver, small_fit, trainer_with
+from modules import Rows, Small, TinyGPT
 from torch.utils.data import DataLoader
-from training import ordered, run, trainer_for, whole_weights
+from training import ordered, run, whole_weights
 
 from lightning_3d import Layout, ThreeDStrategy
 from lightning_3d.checkpoint import store, writing
 from lightning_3d.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.distributed
-
-
-class Held:
-    """Writes wait until `release` is set; in this process."""
-
-    def __init__(self) -> None:
-        self.release, self.writing, self.at_once, self.most = threading.Event(), threading.Event(), 0, 0
-        real = writing.dcp.save
-
-        def save(*args: Any, **kwargs: Any) -> Any:
-            self.at_once += 1
-            self.most = max(self.most, self.at_once)
-            self.writing.set()
-            assert self.release.wait(30)
-            try:
-                return real(*args, **kwargs)
-            finally:
-                self.at_once -= 1
-
-        writing.dcp.save = save  # type: ignore[assignment]
 
 
 class Watch(L.Callback):
@@ -59,22 +38,6 @@ class Watch(L.Callback):
         self.weights[trainer.global_step] = whole_weights(module)
         if self.held and trainer.global_step == self.release_at:
             self.held.release.set()
-
-
-def trainer_with(layout: str, *callbacks: L.Callback, steps: int, **strategy: Any) -> L.Trainer:
-    settings = {**Layout.parse(layout).as_dict(), "async_checkpoint": True, "timeout_seconds": 60, **strategy}
-    return trainer_for(
-        layout,
-        max_steps=steps,
-        max_epochs=50,
-        callbacks=list(callbacks),
-        enable_checkpointing=True,
-        strategy=ThreeDStrategy(**settings),
-    )
-
-
-def saver(folder: Path, every: int, top_k: int = -1, **kwargs: Any) -> ModelCheckpoint:
-    return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every, save_top_k=top_k, **kwargs)
 
 
 def steps_go_on(layout: str, folder: Path) -> dict[str, Any]:
@@ -103,10 +66,6 @@ def test_steps_go_on_while_a_copy_is_written_and_do_not_change_it(tmp_path: Path
         # Steps 3 to 5 were made while the checkpoint of step 2 was under way; fit waited for it.
         assert got["there"][3] == got["there"][5] == [] and got["end"] == ["step=2.ckpt"]
         assert got["same"]
-
-
-def small_fit(trainer: L.Trainer, module: Small | None = None, samples: int = 64) -> None:
-    trainer.fit(module or Small(), DataLoader(torch.randn(samples, 4), batch_size=4))
 
 
 def saves_follow_each_other(layout: str, folder: Path) -> Any:

@@ -8,8 +8,10 @@ import lightning as L
 import pytest
 import torch
 from modules import Rows, TinyGPT
-from test_pipeline_parity import united
-from test_zero_parity import largest_difference
+from parity import (
+    largest_difference,
+    united,
+)
 from training import Recorder, ordered, run, trainer_for, whole_weights
 
 pytestmark = pytest.mark.distributed

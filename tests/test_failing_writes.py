@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faulty_disk import FaultyDisk
-from torch import nn
+from modules import Small
 from torch.utils.data import DataLoader
 from training import run, trainer_for
 
@@ -22,23 +22,6 @@ from lightning_3d.checkpoint.places import Folder
 from lightning_3d.errors import CheckpointError
 
 pytestmark = pytest.mark.distributed
-
-
-class Small(L.LightningModule):
-    """Few tensors, since each of their writes is made to fail once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU())
-        self.mark = nn.Parameter(torch.tensor(0.0))
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        loss = self.net(batch).square().mean() + 0 * self.mark
-        self.log("loss", loss, sync_dist=True)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def set_mark(module: Small, value: float) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from held_saves import Held, saver, small_fit, trainer_with
 from lightning.pytorch.callbacks import ModelCheckpoint
-from test_background import Held, saver, small_fit, trainer_with
-from test_failing_writes import Small
+from modules import Small
 from torch.utils.data import DataLoader
 from training import run
 

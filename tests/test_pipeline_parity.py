@@ -7,10 +7,18 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from modules import Points, Rows
-from pipelined_modules import CLASSES, MLP, Encoder, HuggingFace, Sentences, collate
-from test_zero_parity import CASES, fit_gpt, largest_difference, replicas
-from torch.distributed.tensor import DTensor
+from modules import Rows
+from parity import (
+    GPT_CASES,
+    assert_encoder_equal,
+    fit_encoder,
+    fit_gpt,
+    fit_mlp,
+    largest_difference,
+    replicas,
+    united,
+)
+from pipelined_modules import Encoder, HuggingFace, Sentences, collate
 from training import Recorder, ordered, run, trainer_for, whole_weights
 
 pytestmark = pytest.mark.distributed
@@ -18,18 +26,9 @@ pytestmark = pytest.mark.distributed
 LAYOUTS = ["pp2", "pp2@gpipe", "dp2-pp2", "zero1x2-pp2", "zero2x2-pp2", "zero3x2-pp2"]
 
 
-def united(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """The whole model's weights; copies of one weight must be equal to the bit."""
-    weights: dict[str, torch.Tensor] = {}
-    for rank in ranks:
-        for name, value in rank["weights"].items():
-            assert torch.equal(weights.setdefault(name, value), value), name
-    return weights
-
-
 @pytest.fixture(scope="module", params=["plain", "accumulated and clipped by norm"])
 def gpt_case(request: pytest.FixtureRequest) -> tuple[Any, dict[str, Any]]:
-    case = CASES[request.param]
+    case = GPT_CASES[request.param]
     return case, run(None, fit_gpt, *case)[0]
 
 
@@ -42,52 +41,6 @@ def test_tied_gpt_trains_as_in_one_process(layout: str, gpt_case: Any) -> None:
         assert got["norms"] == pytest.approx(expected["norms"], rel=1e-9)
         assert got["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-9)
     assert largest_difference(united(ranks), expected["weights"]) < 1e-9
-
-
-def fit_encoder(
-    layout: str | None, accumulate: int, kind: type[Encoder] = Encoder, samples: int = 28
-) -> dict[str, Any]:
-    L.seed_everything(1, verbose=False)
-    recorder, module = Recorder(), kind()
-    trainer = trainer_for(
-        layout,
-        max_epochs=2,
-        accumulate_grad_batches=accumulate,
-        gradient_clip_val=0.5,
-        precision="64-true",
-        callbacks=[recorder],
-    )
-    count = replicas(layout)
-    loaders = [ordered(Sentences(size), replicas=count, collate_fn=collate) for size in (samples, 21)]
-    trainer.fit(module, *loaders)
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
-    predictions: Any = trainer.predict(module, loaders[1])
-    return {
-        "losses": recorder.losses,
-        "norms": recorder.norms,
-        "metrics": metrics,
-        "rates": rates,
-        "weights": whole_weights(module),
-        "logits": torch.cat([batch["logits"] for batch in predictions]),
-        "kinds": {batch["kind"] for batch in predictions},
-        "split": {name for name, p in module.named_parameters() if isinstance(p, DTensor)},
-    }
-
-
-def assert_encoder_equal(ranks: list[dict[str, Any]], expected: dict[str, Any]) -> None:
-    """Everything that a run shows; predictions are whole and in order on rank 0."""
-    assert len(expected["losses"]) == 8 and min(expected["norms"]) > 0
-    assert expected["metrics"].keys() == {"train_loss", "train_mean", "largest", "accuracy", "val_loss"}
-    for got in ranks:
-        assert got["losses"] == pytest.approx(expected["losses"], rel=1e-9)
-        assert got["norms"] == pytest.approx(expected["norms"], rel=1e-9)
-        assert got["metrics"] == pytest.approx(expected["metrics"], rel=1e-9)
-        assert got["rates"] == expected["rates"]
-        assert got["kinds"] == {"class"}
-    assert largest_difference(united(ranks), expected["weights"]) < 1e-9
-    assert ranks[0]["logits"].shape == expected["logits"].shape == (21, CLASSES)
-    assert torch.allclose(ranks[0]["logits"], expected["logits"], rtol=0, atol=1e-9)
 
 
 @pytest.fixture(scope="module")
@@ -103,14 +56,6 @@ def test_encoder_that_nobody_tuned_trains_as_in_one_process(layout: str, encoder
 def test_batches_that_micro_batches_do_not_divide_train_as_in_one_process() -> None:
     # Batches of 8 and one of 5.
     assert_encoder_equal(run("pp2", fit_encoder, 2, Encoder, 29), run(None, fit_encoder, 2, Encoder, 29)[0])
-
-
-def fit_mlp(layout: str | None, samples: int = 43) -> dict[str, Any]:
-    L.seed_everything(1, verbose=False)
-    recorder, module = Recorder(), MLP()
-    trainer = trainer_for(layout, max_epochs=1, precision="64-true", callbacks=[recorder])
-    trainer.fit(module, ordered(Points(samples), replicas=replicas(layout)))
-    return {"losses": recorder.losses, "norms": recorder.norms, "weights": whole_weights(module)}
 
 
 @pytest.mark.parametrize("layout", ["pp2", "pp3"])

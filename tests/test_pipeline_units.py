@@ -11,9 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from modules import GAN, Points, TinyGPT
+from parity import (
+    largest_difference,
+    replicas,
+    united,
+)
 from pipelined_modules import MLP, Encoder, HuggingFace
-from test_pipeline_parity import united
-from test_zero_parity import largest_difference, replicas
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import Recorder, ordered, run, trainer_for, whole_weights

@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from test_failing_writes import Small
+from modules import Small
 from torch.utils.data import DataLoader
 from training import run, trainer_for
 

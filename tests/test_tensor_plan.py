@@ -9,9 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from modules import VOCAB, TinyGPT
+from parity import (
+    assert_encoder_equal,
+    fit_encoder,
+    fit_gpt,
+    replicas,
+)
 from pipelined_modules import HF_CONFIGS, MLP, Encoder, HuggingFace, Sentences
-from test_pipeline_parity import assert_encoder_equal, fit_encoder
-from test_zero_parity import fit_gpt, replicas
 from torch import nn
 from torch.distributed.tensor import DTensor
 from training import ordered, run, trainer_for

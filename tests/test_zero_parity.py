@@ -7,10 +7,15 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from modules import GAN, Classifier, Points, Rows, TinyGPT
+from modules import Classifier, Points
+from parity import (
+    GPT_CASES,
+    fit_gan,
+    fit_gpt,
+    largest_difference,
+    replicas,
+)
 from training import Recorder, ordered, run, trainer_for, whole_weights
-
-from lightning_3d import Layout
 
 pytestmark = pytest.mark.distributed
 
@@ -18,41 +23,9 @@ LAYOUTS = ["single", "dp2", "zero1x2", "zero2x2", "zero3x2", "hsdp2x2"]
 SOME = ["dp2", "zero1x2", "zero3x2"]
 
 
-def replicas(layout: str | None) -> int:
-    return Layout.parse(layout).data if layout else 1
-
-
-def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    assert ours.keys() == theirs.keys()
-    return max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours)
-
-
-def fit_gpt(layout: str | None, accumulate: int, clip: dict[str, Any], lazy: bool = False) -> dict[str, Any]:
-    L.seed_everything(1, verbose=False)
-    recorder, module = Recorder(), TinyGPT(lazy=lazy)
-    trainer = trainer_for(
-        layout, max_epochs=2, accumulate_grad_batches=accumulate, precision="64-true", callbacks=[recorder], **clip
-    )
-    loader = ordered(Rows(), replicas=replicas(layout))
-    trainer.fit(module, loader, ordered(Rows(21), replicas=replicas(layout)))
-    return {
-        "losses": recorder.losses,
-        "norms": recorder.norms,
-        "val_loss": float(trainer.callback_metrics["val_loss"]),
-        "weights": whole_weights(module),
-    }
-
-
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "plain": (1, {}),
-    "accumulated and clipped by norm": (2, {"gradient_clip_val": 0.3}),
-    "accumulated and clipped by value": (3, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-}
-
-
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=GPT_CASES)
 def gpt_case(request: pytest.FixtureRequest) -> tuple[Any, dict[str, Any]]:
-    case = CASES[request.param]
+    case = GPT_CASES[request.param]
     return case, run(None, fit_gpt, *case)[0]
 
 
@@ -105,14 +78,6 @@ def test_metrics_predictions_frozen_and_unused_parameters_are_those_of_one_proce
             assert torch.equal(got["weights"][still], classifier["before"][still].double())
     assert torch.equal(ranks[0]["classes"], classifier["classes"])
     assert ranks[0]["labels"].tolist() == [index % 3 for index in range(21)]
-
-
-def fit_gan(layout: str | None, toggle: bool) -> dict[str, Any]:
-    L.seed_everything(1, verbose=False)
-    recorder, module = Recorder(), GAN(toggle=toggle)
-    trainer = trainer_for(layout, max_epochs=2, precision="64-true", callbacks=[recorder])
-    trainer.fit(module, ordered(Points(48), replicas=replicas(layout)))
-    return {"losses": recorder.losses, "weights": whole_weights(module)}
 
 
 @pytest.mark.parametrize("toggle", [True, False])
