@@ -1,0 +1,45 @@
+"""Settings of the Trainer, and its other loops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from training import trainer_for
+
+from features.case import Net, case, fit, fresh, loader
+
+
+@case
+def settings_that_shorten_a_run(layout: str | None, folder: Path) -> Any:
+    found = {}
+    for name, kwargs in {
+        "fast_dev_run": {"fast_dev_run": True},
+        "overfit": {"overfit_batches": 2},
+        "limits": {"limit_train_batches": 2, "limit_val_batches": 1},
+        "fractions": {"limit_train_batches": 0.67, "val_check_interval": 0.5, "max_steps": 5},
+        "inside a window": {"val_check_interval": 1, "accumulate_grad_batches": 2},
+    }.items():
+        module = fresh(Net)
+        trainer, got = fit(layout, module, **kwargs)
+        found[name] = got, trainer.global_step, float(trainer.callback_metrics["val_loss"])
+    return found
+
+
+@case
+def several_validation_loaders(layout: str | None, folder: Path) -> Any:
+    trainer = trainer_for(layout, max_epochs=1, precision="64-true")
+    trainer.fit(fresh(Net), loader(layout), [loader(layout, 16), loader(layout, 8), loader(layout, 13)])
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@case
+def fit_then_test_then_predict(layout: str | None, folder: Path) -> Any:
+    module = fresh(Net)
+    trainer, got = fit(layout, module)
+    tested = trainer.test(module, loader(layout, 16), verbose=False)
+    predicted = trainer.predict(module, loader(layout, 13))
+    rows = torch.cat(predicted)
+    # Rank 0 has all of them, the others their own.
+    return got, tested, rows if trainer.is_global_zero else None
