@@ -228,7 +228,10 @@ class Layout:
                 raise LayoutError(f"layout {name!r} sets the data axis twice. Write {_GRAMMAR}.")
         if "dp" in seen and "zero" not in seen:
             values["zero_stage"], values["data_parallel_replicas"] = 0, 1
-        return cls(**values)
+        try:
+            return cls(**values)
+        except LayoutError as error:
+            raise LayoutError(f"layout {name!r}: {error}") from None
 
     def as_dict(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -82,8 +82,12 @@ def bad_value(rng: random.Random) -> Case:
     return _bad(rng, *_any_field(rng))
 
 
+def bad(recipe: str, key: str, value: str) -> Case:
+    return _cli("bad_value", f"{key}={value}", told=(_last(key),), recipe=recipe)
+
+
 def _bad(rng: random.Random, recipe: str, key: str, values: Values) -> Case:
-    return _cli("bad_value", f"{key}={rng.choice(values.bad)}", told=(_last(key),), recipe=recipe)
+    return bad(recipe, key, rng.choice(values.bad))
 
 
 @rule

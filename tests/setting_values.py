@@ -82,7 +82,7 @@ EVERY_RUN: dict[str, Values] = {
     ),
     "trainer.max_epochs": whole(-1, 0, 1, 10, null=True),
     "trainer.max_steps": whole(-1, 0, 1, 100),
-    "trainer.val_check_interval": real(("1", "50"), ("0", "-1", "1.5", "-0.5", "inf")),
+    "trainer.val_check_interval": real(("1", "50"), ("0", "-1", "1.5", "-0.5", "inf"), null=True),
     "trainer.check_val_every_n_epoch": whole(1, 1, 2, null=True),
     "trainer.limit_train_batches": _LIMIT,
     "trainer.limit_val_batches": _LIMIT,
@@ -110,7 +110,7 @@ EVERY_RUN: dict[str, Values] = {
 }
 WANDB: dict[str, Values] = {
     "logger.save_dir": text("there"),
-    "logger.project": text("mine", bad=("''",)),
+    "logger.project": text("mine", bad=("''", "' '", "a/b")),
     "logger.name": text("mine", null=True),
     "logger.mode": choice("offline", "disabled", null=True),
     "logger.entity": text("we", null=True),

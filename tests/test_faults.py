@@ -49,7 +49,7 @@ def assert_ended_with_cause(ended: Ended, fault: Fault) -> None:
     rank = f"rank {fault.rank} of {WORLD_SIZE}"
     what = "was killed" if fault.kind == "SIGKILL" else "raised ValueError: the cause"
     # What several ranks do together.
-    if fault.phase in ("save", "extra", "load") and fault.kind == "exception":
+    if fault.phase in ("save", "extra", "load", "optimizer") and fault.kind == "exception":
         # All ranks learn of it, and any of them may be the first to end.
         assert f"failed on rank {fault.rank}: ValueError: the cause" in ended.errors
         return

@@ -109,6 +109,17 @@ def leaves(node: dict[str, Any], prefix: str = "") -> set[str]:
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("recipe", setting_values.RECIPES)
+def test_every_bad_value_of_every_setting_is_refused_by_name(
+    recipe: str, nothing_starts: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = setting_values.fields_of(recipe)
+    cases = [invalid_configs.bad(recipe, key, value) for key, values in fields.items() for value in values.bad]
+    assert len(cases) > 500 and not (found := slips(cases, nothing_starts, capsys)), "\n".join(found)
+
+
 def test_generator_makes_as_many_different_cases_of_every_rule_and_the_same_ones_again() -> None:
     cases = invalid_configs.invalid(SEED, INVALID)
     assert len({case.name for case in cases}) == INVALID >= 500

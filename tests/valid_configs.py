@@ -45,6 +45,11 @@ def valid_run(rng: random.Random) -> Case:
         arguments = [a for a in arguments if not a.startswith("model.num_hidden_layers")] + [
             "model.num_hidden_layers=3"
         ]
+    if "model.loss=labels" in arguments:
+        # The model gets the rows with their last tokens: 129, which two ranks do not divide.
+        arguments = [a for a in arguments if a != "strategy.sequence_parallel=true"]
+    if "trainer.accumulate_grad_batches=2" in arguments:
+        arguments = [a for a in arguments if not a.startswith("strategy.replay_every_n_steps")]
     rng.shuffle(arguments)
     how = rng.choice(["layout", "strategy"]) if layout in ("tp2", "pp2", "zero1x2", "zero3x2", "tp2-pp2") else "layout"
     if how == "layout":

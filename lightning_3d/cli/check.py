@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from typing import Any
 
 import lightning as L
@@ -48,6 +50,15 @@ def _share_or_count(value: Any) -> bool:
     return 0.0 <= value <= 1.0 if isinstance(value, float) else value >= 0
 
 
+def _is_time(value: str | Mapping[str, Any]) -> bool:
+    try:
+        if isinstance(value, str):
+            return any(int(part) > 0 for part in value.split(":")) and value.count(":") == 3
+        return timedelta(**value) > timedelta(0)
+    except (TypeError, ValueError):
+        return False
+
+
 # Ranges that Lightning takes without a word, or refuses in the middle of a run: (holds, what is meant, works)
 _RANGES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "trainer.devices": (lambda v: not isinstance(v, int) or v >= 1 or v == -1, "a number of processes from 1 on", "2"),
@@ -58,11 +69,11 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "trainer.check_val_every_n_epoch": (lambda v: _count(v, 1), "a whole number from 1 on, or null", "1"),
     "trainer.accumulate_grad_batches": (lambda v: _count(v, 1), "a whole number from 1 on", "1"),
     "trainer.num_sanity_val_steps": (lambda v: _count(v, -1), "a whole number from 0 on, or -1 for all", "0"),
-    "trainer.gradient_clip_val": (lambda v: v > 0, "a number above 0, or null", "1.0"),
+    "trainer.gradient_clip_val": (lambda v: 0 < v < math.inf, "a number above 0, or null", "1.0"),
     "trainer.gradient_clip_algorithm": (lambda v: v in ("norm", "value"), "'norm' or 'value'", "norm"),
     "trainer.val_check_interval": (
-        lambda v: isinstance(v, (str, dict)) or (0 < v <= 1 if isinstance(v, float) else v >= 1),
-        "a whole number of batches from 1 on, or a share of an epoch up to 1.0",
+        lambda v: _is_time(v) if isinstance(v, (str, dict)) else (0 < v <= 1 if isinstance(v, float) else v >= 1),
+        "a whole number of batches from 1 on, a share of an epoch up to 1.0, or a time as DD:HH:MM:SS or {hours: 1}",
         "100",
     ),
     "trainer.limit_train_batches": (_share_or_count, "a whole number, or a share from 0.0 to 1.0", "1.0"),
@@ -80,6 +91,12 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
             *("num_key_value_heads", "max_position_embeddings", "n_embd", "n_head", "n_layer", "n_positions"),
         )
     },
+    # What W&B takes for a project; it would say so in the middle of the start, on one rank.
+    "logger.project": (
+        lambda v: 0 < len(v.strip()) <= 128 and not set(v) & set("/\\#?%:"),
+        "a name of up to 128 letters without any of / \\ # ? % :",
+        "lightning-3d",
+    ),
     "logger.flush_logs_every_n_steps": (lambda v: _count(v, 1), "a whole number from 1 on", "100"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Literal
 
@@ -41,9 +42,17 @@ class DigitsMLP(L.LightningModule):
                 raise ConfigError(f"{name}={size!r} is not a whole number of at least 1; {name}=1 would do.")
         if optimizer not in ("adamw", "sgd"):
             raise ConfigError(f"optimizer={optimizer!r} must be 'adamw' or 'sgd'.")
-        if isinstance(learning_rate, bool) or not isinstance(learning_rate, (int, float)) or not learning_rate > 0:
+        if (
+            isinstance(learning_rate, bool)
+            or not isinstance(learning_rate, (int, float))
+            or not 0 < learning_rate < math.inf
+        ):
             raise ConfigError(f"learning_rate={learning_rate!r} must be a number above 0; 0.01 would do.")
-        if isinstance(weight_decay, bool) or not isinstance(weight_decay, (int, float)) or not weight_decay >= 0:
+        if (
+            isinstance(weight_decay, bool)
+            or not isinstance(weight_decay, (int, float))
+            or not 0 <= weight_decay < math.inf
+        ):
             raise ConfigError(f"weight_decay={weight_decay!r} must be a number of at least 0; 0 would do.")
         self.save_hyperparameters()
         self.optimizer = optimizer

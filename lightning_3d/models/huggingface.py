@@ -131,7 +131,7 @@ def build_config(config: Mapping[str, Any]) -> Any:
 
     settings = dict(config)
     model_type = settings.pop("model_type", None)
-    if model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         close = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING), n=3)
         raise ConfigError(
             f"config.model_type={model_type!r} is not one that transformers knows. "
@@ -147,7 +147,11 @@ def build_config(config: Mapping[str, Any]) -> Any:
     try:
         built = AutoConfig.for_model(model_type, **settings)
     except Exception as error:  # transformers raises classes of its own here, and which ones depends on its version
-        raise ConfigError(f"transformers refuses the {model_type} config: {error}") from error
+        # It writes names as words.
+        words = str(error).replace("_", " ").lower()
+        named = [name for name in settings if name.removeprefix("num_").replace("_", " ") in words]
+        hint = f" Look at {', '.join(f'config.{name}={settings[name]!r}' for name in named)}." if named else ""
+        raise ConfigError(f"transformers refuses the {model_type} config: {error}.{hint}".replace("..", ".")) from error
     heads, kv_heads = getattr(built, "num_attention_heads", None), getattr(built, "num_key_value_heads", None)
     if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
         fits = [n for n in range(1, heads + 1) if heads % n == 0]

@@ -34,11 +34,11 @@ class Optimization:
     min_learning_rate_ratio: float = 0.1
 
     def __post_init__(self) -> None:
-        if not _is_number(self.learning_rate) or not 0 < self.learning_rate < math.inf:
+        if not is_number(self.learning_rate) or not 0 < self.learning_rate < math.inf:
             raise ConfigError(f"learning_rate={self.learning_rate!r} must be a number above 0; 3e-4 would do.")
-        if not _is_number(self.weight_decay) or not 0 <= self.weight_decay < math.inf:
+        if not is_number(self.weight_decay) or not 0 <= self.weight_decay < math.inf:
             raise ConfigError(f"weight_decay={self.weight_decay!r} must be a number of at least 0; 0.1 would do.")
-        if len(self.betas) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas):
+        if len(self.betas) != 2 or not all(is_number(beta) and 0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"betas={self.betas!r} must be two numbers from 0 to below 1; (0.9, 0.95) would do.")
         if isinstance(self.warmup_steps, bool) or not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
             raise ConfigError(f"warmup_steps={self.warmup_steps!r} must be a whole number of at least 0; 0 would do.")
@@ -48,7 +48,7 @@ class Optimization:
             raise ConfigError(
                 f"max_steps={self.max_steps!r} must be a whole number of at least 1, or null for the trainer's own."
             )
-        if not _is_number(self.min_learning_rate_ratio) or not 0 <= self.min_learning_rate_ratio <= 1:
+        if not is_number(self.min_learning_rate_ratio) or not 0 <= self.min_learning_rate_ratio <= 1:
             raise ConfigError(
                 f"min_learning_rate_ratio={self.min_learning_rate_ratio!r} must be from 0 to 1; 0.1 would do."
             )
@@ -107,5 +107,5 @@ def warmup_cosine_factor(step: int, *, warmup_steps: int, max_steps: int, min_le
     return min_learning_rate_ratio + (1 - min_learning_rate_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
