@@ -20,12 +20,27 @@ from lightning_3d.errors import CheckpointError
 pytestmark = pytest.mark.distributed
 
 
+class Noting(torch.optim.SGD):
+    """Keeps the last two gradients and how many there were."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                notes = self.state[p].setdefault("notes", {"last": [], "count": 0})
+                p.data.sub_(1e-3 * sum(notes["last"], torch.zeros_like(p)))
+                notes["last"] = [*notes["last"], p.grad.detach().clone()][-2:]
+                notes["count"] += 1
+        return loss
+
+
 class Net(L.LightningModule):
     """Two Linears and a learned number.
 
     Args:
         groups: how parameters are grouped: kind (matrices with weight decay, the rest without), layer, or one.
-        optimizer: adamw, adafactor, or two (one for each Linear).
+        optimizer: adamw, adafactor, lbfgs, noting (SGD with a nest of values for each parameter), rate (AdamW whose
+            learning rate is a tensor), or two (one for each Linear).
     """
 
     def __init__(self, groups: str = "kind", optimizer: str = "adamw") -> None:
@@ -58,6 +73,12 @@ class Net(L.LightningModule):
             ]
         if self.optimizer_name == "adafactor":
             return torch.optim.Adafactor(groups, lr=1e-2)
+        if self.optimizer_name == "lbfgs":
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+        if self.optimizer_name == "noting":
+            return Noting(groups, lr=1e-2)
+        if self.optimizer_name == "rate":
+            return torch.optim.AdamW(groups, lr=torch.tensor(1e-3))
         if self.optimizer_name == "two":
             return [torch.optim.AdamW(part.parameters()) for part in (self.first, self.second)]
         return torch.optim.AdamW(groups, lr=1e-3)
@@ -78,7 +99,7 @@ def fit(layout: str | None, path: Path | None, ckpt_path: Path | None, module: A
         "weights": {name: whole(p) for name, p in net.named_parameters()},
         "decay": [[group["weight_decay"] for group in one.param_groups] for one in trainer.optimizers],
         "state": {
-            f"{names[p]}.{key}": value.detach().clone()
+            f"{names[p]}.{key}": value.detach().clone() if isinstance(value, torch.Tensor) else value
             for one in trainer.optimizers
             for p, entries in one.state.items()
             for key, value in entries.items()
@@ -86,9 +107,21 @@ def fit(layout: str | None, path: Path | None, ckpt_path: Path | None, module: A
     }
 
 
-def refusal(layout: str, ckpt_path: Path, module: Any) -> str:
+def fit_epochs(layout: str, path: Path | None, ckpt_path: Path | None, module: Any, epochs: int) -> Any:
+    """The weights after so many epochs of four steps."""
+    L.seed_everything(1, verbose=False)
+    net = Net(*module)
+    trainer = trainer_for(layout, max_epochs=epochs, precision="64-true")
+    data = torch.randn(32, 4, generator=torch.Generator().manual_seed(0)).double()
+    trainer.fit(net, DataLoader(data, batch_size=8 // Layout.parse(layout).data), ckpt_path=ckpt_path)
+    if path is not None:
+        trainer.save_checkpoint(path)
+    return {name: whole(p) for name, p in net.named_parameters()}
+
+
+def refusal(layout: str, ckpt_path: Path | None, module: Any, path: Path | None = None) -> str:
     with pytest.raises(CheckpointError) as caught:
-        fit(layout, None, ckpt_path, module)
+        fit(layout, path, ckpt_path, module)
     return str(caught.value)
 
 
@@ -153,6 +186,25 @@ def test_states_that_are_not_shaped_as_their_parameters_go_on_where_those_are_wh
                 assert torch.allclose(value, expected[part][name], rtol=0, atol=tolerance), name
     for error in run("zero3x2", refusal, path, ("kind", "adafactor")):
         assert "cannot be sharded" in error and "first.weight" in error, error
+
+
+@pytest.mark.parametrize("optimizer", ["lbfgs", "noting", "rate"])
+@pytest.mark.parametrize("layout", ["single", "dp2"])
+def test_states_that_are_nests_and_options_that_are_tensors_come_back(
+    tmp_path: Path, layout: str, optimizer: str
+) -> None:
+    path = tmp_path / "saved.ckpt"
+    run(layout, fit_epochs, path, None, ("kind", optimizer), 1)
+    resumed = run(layout, fit_epochs, None, path, ("kind", optimizer), 2)
+    undisturbed = run(layout, fit_epochs, None, None, ("kind", optimizer), 2)
+    for got, expected in zip(resumed, undisturbed, strict=True):
+        for name, weight in expected.items():
+            assert torch.equal(got[name], weight), name
+
+
+def test_a_nest_with_parts_of_sharded_tensors_is_refused(tmp_path: Path) -> None:
+    for error in run("zero3x2", refusal, None, ("kind", "noting"), tmp_path / "saved.ckpt"):
+        assert re.search("state.*notes.*part of a sharded tensor", error), error
 
 
 @pytest.mark.parametrize("capturable", [False, True])

@@ -1,6 +1,6 @@
 """An optimizer's state by parameter name, flat, so that any layout can load any other's.
 
-state.<parameter>.<entry>           a tensor shaped and sharded as its parameter, or a scalar
+state.<parameter>.<entry>           a tensor shaped and sharded as its parameter, a scalar, or any nest of values
 param_groups.<parameter>.<option>   the options of the group that the parameter is in
 """
 
@@ -48,7 +48,7 @@ def template(optimizer: Optimizer, *, names: Names, saved: Mapping[str, Any]) ->
         if name not in wanted:
             continue
         known.add(name)
-        room[key] = _room(wanted[name], entry, key=key) if kind == "state" else None
+        room[key] = _room(wanted[name], entry, key=key) if kind == "state" else _option_room(entry)
     if missing := sorted(set(wanted) - known):
         raise CheckpointError(f"the checkpoint has no optimizer state for {', '.join(missing)}.")
     return room
@@ -127,6 +127,11 @@ def _room(parameter: torch.Tensor, saved: Any, *, key: str) -> torch.Tensor | No
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     require_shardable(parameter, saved.size, key=key)
     return torch.zeros(saved.size, dtype=dtype)
+
+
+def _option_room(saved: Any) -> torch.Tensor | None:
+    """A learning rate may be a tensor."""
+    return torch.zeros(saved.size, dtype=saved.properties.dtype) if isinstance(saved, TensorStorageMetadata) else None
 
 
 def require_shardable(parameter: torch.Tensor, size: torch.Size, *, key: str) -> None:

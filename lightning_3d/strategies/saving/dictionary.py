@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.checkpoint import optimizer_state as flat_state
@@ -45,8 +46,9 @@ def contents(strategy: CheckpointingStrategy, checkpoint: dict[str, Any]) -> Con
     checkpoint["optimizer_parameters"] = [plain_files.names_by_group(strategy, one) for one in strategy.optimizers]
     for index, flat in enumerate(checkpoint.pop("optimizer_states", [])):
         state.update({f"optimizer.{index}.{key}": value for key, value in flat.items()})
-    for key, value in checkpoint.items():
-        _refuse_parts(value, key)
+    for key, value in [*checkpoint.items(), *state.items()]:
+        if key not in state or not isinstance(value, torch.Tensor):
+            _refuse_parts(value, key)
     return Contents(
         tensors=state,
         extra=packed(checkpoint),
