@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from modules import Rows, TinyGPT
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from training import ordered, run, trainer_for, whole, whole_weights
 
 from lightning_3d import Layout
@@ -53,13 +54,13 @@ class AnyOptimizer(TinyGPT):
 
 
 def steps(layout: str | None) -> dict[str, Any]:
-    torch.set_default_dtype(torch.float64)
     return {kind: fit(layout, kind) for kind in KINDS}
 
 
-def fit(layout: str | None, kind: str) -> dict[str, Any]:
+def fit(layout: str | None, kind: str, build: type[AnyOptimizer] = AnyOptimizer) -> dict[str, Any]:
+    torch.set_default_dtype(torch.float64)
     L.seed_everything(1, verbose=False)
-    module = AnyOptimizer(kind)
+    module = build(kind)
     trainer = trainer_for(layout, max_steps=3, precision="64-true")
     trainer.fit(module, ordered(Rows(), replicas=Layout.parse(layout).data if layout else 1))
     (optimizer,) = trainer.optimizers
@@ -85,3 +86,38 @@ def of_one_process() -> dict[str, Any]:
 def test_optimizers_step_over_shards_as_over_whole_tensors(of_one_process: dict[str, Any], layout: str) -> None:
     for rank in run(layout, steps):
         torch.testing.assert_close(rank, of_one_process, rtol=1e-9, atol=1e-11)
+
+
+class Gathering(AnyOptimizer):
+    """Makes its gradients whole, as a hook that needs all of a matrix may leave them."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for p in self.parameters():
+            if isinstance(p.grad, DTensor):
+                p.grad = p.grad.redistribute(placements=[Replicate()] * p.grad.device_mesh.ndim)
+
+
+def test_gradients_that_a_hook_made_whole_step_as_sharded_ones(of_one_process: dict[str, Any]) -> None:
+    for rank in run("zero3x2", fit, "AdamW fused", Gathering):
+        torch.testing.assert_close(rank, of_one_process["AdamW fused"], rtol=1e-9, atol=1e-11)
+
+
+class Replaced(AnyOptimizer):
+    """Times its steps by a step of the optimizer object's own."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        step = optimizer.step
+        optimizer.step = lambda *args, **kwargs: step(*args, **kwargs)
+        return optimizer
+
+
+def warned(layout: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(layout, "SGD", Replaced)
+    return [str(one.message) for one in caught]
+
+
+def test_a_step_that_was_replaced_on_the_object_is_told_not_to_be_called() -> None:
+    assert any("step of this SGD was replaced on the object" in told for told in run("zero1x2", warned)[0])

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -44,6 +45,12 @@ def step_over_shards(optimizer: Optimizer) -> None:
     """
     if not type(optimizer).__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.LBFGS):
         return
+    own: Any = vars(optimizer).get("step")
+    if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):
+        rank_zero_warn(
+            f"the step of this {type(optimizer).__name__} was replaced on the object, and is not called: over sharded "
+            "parameters it is the class's. Use register_step_pre_hook and register_step_post_hook, or a subclass."
+        )
     hooked: Any = type(optimizer).step
     step = hooked.__wrapped__ if getattr(hooked, "hooked", False) else hooked
     shown = _parts if type(optimizer) in _NUMBER_BY_NUMBER else _kinds
@@ -83,14 +90,14 @@ def _parts(optimizer: Optimizer, everything: list[list[torch.Tensor]]) -> Iterat
     """The groups' parameters as this rank's parts of them, with the gradients and states of these; once."""
     state = optimizer.state
     sharded = [p for parameters in everything for p in parameters if isinstance(p, DTensor) and p.grad is not None]
-    for parameter in sharded:
-        part = parameter._local_tensor
-        part.grad = local_tensor(cast(torch.Tensor, parameter.grad))
-        if parameter in state:
-            state[part] = {name: local_tensor(value) for name, value in state[parameter].items()}
-    for group, parameters in zip(optimizer.param_groups, everything, strict=True):
-        group["params"] = [local_tensor(p) for p in parameters]
     try:
+        for parameter in sharded:
+            part = parameter._local_tensor
+            part.grad = _gradient_part(parameter)
+            if parameter in state:
+                state[part] = {name: local_tensor(value) for name, value in state[parameter].items()}
+        for group, parameters in zip(optimizer.param_groups, everything, strict=True):
+            group["params"] = [local_tensor(p) for p in parameters]
         yield
     finally:
         for parameter in sharded:
@@ -100,6 +107,14 @@ def _parts(optimizer: Optimizer, everything: list[list[torch.Tensor]]) -> Iterat
                 kept = state[parameter]
                 if name not in kept or local_tensor(kept[name]) is not value:
                     kept[name] = _whole_again(name, value, parameter)
+
+
+def _gradient_part(parameter: DTensor) -> torch.Tensor:
+    """The gradient of this rank's part, whatever the user's hooks have made of it."""
+    gradient: Any = parameter.grad
+    if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    return local_tensor(gradient)
 
 
 def _whole_again(name: str, value: Any, parameter: DTensor) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -117,17 +118,21 @@ class Board:
 
     def claim(self, name: str, text: str = "") -> bool:
         """Say something if nobody has; whether this was the first. False too where the folder can't be written."""
-        partial = self.folder / f".{name}.{os.getpid()}"
+        path, partial = self.folder / name, self.folder / f".{name}.{os.getpid()}-{secrets.token_hex(4)}"
         with contextlib.suppress(OSError):
             partial.write_text(text)
             try:
                 # Whole and only once: a link, unlike a rename, does not replace.
-                os.link(partial, self.folder / name)
-                return True
+                os.link(partial, path)
             except FileExistsError:
                 return False
+            except OSError:
+                # A file system without links: only once, and whole a moment later.
+                with path.open("x") as file:
+                    file.write(text)
             finally:
                 partial.unlink()
+            return True
         return False
 
     def said(self, name: str) -> str | None:

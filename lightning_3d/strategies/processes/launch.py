@@ -180,6 +180,8 @@ def start_ranks(
         with supervise.stopping_on_signals(children) as stopped_by:
             try:
                 for rank in range(world_size):
+                    if stopped_by:
+                        break
                     variables = rank_environment(rank, world_size=world_size, address=address, port=port, given=base)
                     variables[supervise.REPORT_VARIABLE] = str(reports[rank])
                     # Sessions of their own: Ctrl+C then reaches the ranks once, through us.
@@ -195,8 +197,14 @@ def start_ranks(
                                 preexec_fn=supervise.die_with_parent,
                             )
                         )
+                if stopped_by:
+                    # Not all have heard it, who would wait for those that were never started.
+                    supervise.signal_all(children, stopped_by[0])
                 failure = supervise.supervise(
-                    children, report_paths=reports, exit_seconds=supervise.EXIT_SECONDS, stopped_by=stopped_by
+                    children,
+                    report_paths=reports[: len(children)],
+                    exit_seconds=supervise.EXIT_SECONDS,
+                    stopped_by=stopped_by,
                 )
             finally:
                 supervise.end(children, grace_seconds=0.0)

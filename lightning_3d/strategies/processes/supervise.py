@@ -265,9 +265,9 @@ def _where(board: Board, rank: int, *, now: str = "") -> str:
 
 def end(processes: Sequence[Process], *, grace_seconds: float) -> None:
     """SIGTERM to every process that still runs, SIGKILL to what is left after the grace; all are reaped."""
-    _signal_all(processes, signal.SIGTERM)
+    signal_all(processes, signal.SIGTERM)
     wait_all(processes, seconds=grace_seconds)
-    _signal_all(processes, signal.SIGKILL)
+    signal_all(processes, signal.SIGKILL)
     wait_all(processes, seconds=10.0)
 
 
@@ -281,7 +281,7 @@ def wait_all(processes: Sequence[Process], *, seconds: float) -> bool:
     return True
 
 
-def _signal_all(processes: Sequence[Process], sig: int) -> None:
+def signal_all(processes: Sequence[Process], sig: int) -> None:
     for process in processes:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -292,6 +292,8 @@ def _signal_all(processes: Sequence[Process], sig: int) -> None:
 def stopping_on_signals(processes: Sequence[Process]) -> Iterator[list[int]]:
     """Pass SIGINT, SIGTERM and SIGHUP on, once each; what does not stop in time, or is told twice, is killed.
 
+    A SIGHUP that this process ignores (`nohup`) is left so, and what it starts ignores it too.
+
     Yields:
         The signals that arrived, in order. Outside the main thread Python allows no handlers, and nothing is passed on.
     """
@@ -299,18 +301,20 @@ def stopping_on_signals(processes: Sequence[Process]) -> Iterator[list[int]]:
 
     def pass_on(sig: int, frame: object) -> None:
         received.append(sig)
-        _signal_all(processes, sig if len(received) == 1 else signal.SIGKILL)
+        signal_all(processes, sig if len(received) == 1 else signal.SIGKILL)
         if len(received) == 1:
             signal.setitimer(signal.ITIMER_REAL, STOP_GRACE_SECONDS)
 
     def kill_all(sig: int, frame: object) -> None:
         received.append(sig)
-        _signal_all(processes, signal.SIGKILL)
+        signal_all(processes, signal.SIGKILL)
 
     handlers = {signal.SIGINT: pass_on, signal.SIGTERM: pass_on, signal.SIGHUP: pass_on, signal.SIGALRM: kill_all}
     previous: dict[int, object] = {}
     try:
         for sig, handler in handlers.items():
+            if sig == signal.SIGHUP and signal.getsignal(sig) == signal.SIG_IGN:
+                continue
             with contextlib.suppress(ValueError):
                 previous[sig] = signal.signal(sig, handler)
         yield received

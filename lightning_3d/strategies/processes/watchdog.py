@@ -105,7 +105,7 @@ class Watchdog(threading.Thread):
         """No more watching; tells the others how this rank's run has ended."""
         if not self._ended.is_set():
             self._ended.set()
-            self._post(done=done)
+            self._post(done=done, last=True)
             self._board.leave(self._rank)
 
     def look(self) -> None:
@@ -144,8 +144,11 @@ class Watchdog(threading.Thread):
 
     # ------------------------------------------------------------------ posts
 
-    def _post(self, *, done: bool = False) -> None:
+    def _post(self, *, done: bool = False, last: bool = False) -> None:
         with self._posting:
+            if self._ended.is_set() and not last:
+                # A look that was begun before the end must not unsay it.
+                return
             frame = self._frame()
             sequence = sequence_numbers()
             token = (HERE.marks, HERE.waits, sequence, _line(frame))
