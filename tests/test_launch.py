@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -237,10 +238,11 @@ def test_exit_code_is_that_of_the_first_failing_rank_whose_output_is_shown_once(
 class Supervisor:
     """A fork of this process that runs `start_ranks`: it has imported torch already."""
 
-    def __init__(self, folder: Path, rank_code: str) -> None:
+    def __init__(self, folder: Path, rank_code: str, before: Callable[[], object] = lambda: None) -> None:
         self.errors = folder / "errors"
         self.pid = os.fork()
         if self.pid == 0:
+            before()
             os.dup2(os.open(self.errors, os.O_CREAT | os.O_WRONLY), 2)
             sys.stderr = os.fdopen(2, "w")
             os._exit(start_ranks([*python(NOTE + textwrap.dedent(rank_code)), str(folder)], world_size=2).exit_code)
@@ -286,6 +288,30 @@ def test_signal_reaches_each_rank_once_and_ranks_may_finish_their_work(tmp_path)
     assert supervisor.wait() == 128 + signal.SIGTERM
     assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
     assert_all_end(pids)
+
+
+def test_a_signal_that_is_ignored_as_under_nohup_ends_nothing(tmp_path):
+    code = "time.sleep(2)\nsys.exit(0 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else 3)"
+    supervisor = Supervisor(tmp_path, code, before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    noted_pids(tmp_path, 2)
+    os.kill(supervisor.pid, signal.SIGHUP)
+    assert supervisor.wait() == 0
+
+
+def test_a_signal_while_ranks_are_being_started_ends_those_that_were(tmp_path):
+    start = subprocess.Popen
+
+    def start_and_be_told(*args, **kwargs):
+        child = start(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return child
+
+    def before():
+        subprocess.Popen = start_and_be_told
+
+    begun = time.monotonic()
+    assert Supervisor(tmp_path, "time.sleep(60)", before=before).wait() == 128 + signal.SIGTERM
+    assert time.monotonic() - begun < 20 and not (tmp_path / "1").exists()
 
 
 # A script under ScriptLauncher, without a Trainer: what a strategy does with it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -63,6 +64,25 @@ def test_board_that_cannot_be_written_is_mute(tmp_path: Path) -> None:
     board.leave(0)
     AgreedStop(board, world_size=1).request(15)
     assert not board.claim("hang") and board.said("hang") is None and board.read_all(1) == {}
+
+
+def test_something_is_said_once_where_files_have_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    first, second = Board(tmp_path), Board(tmp_path)
+    assert first.claim("stop", "15") and not second.claim("stop", "2") and second.said("stop") == "15"
+    assert [path.name for path in tmp_path.iterdir()] == ["stop"]
+
+
+def test_a_look_that_was_begun_before_the_end_does_not_unsay_it(tmp_path: Path) -> None:
+    found = dog(tmp_path)
+    found.look()
+    found.close(done=True)
+    found._post()
+    post = Board(tmp_path).read(0)
+    assert post is not None and post.done
 
 
 def test_request_that_could_not_be_written_is_written_later(tmp_path: Path) -> None:
