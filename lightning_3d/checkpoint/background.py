@@ -37,6 +37,11 @@ class BackgroundWriter:
         """Whether a checkpoint is under way, or done but not waited for."""
         return self._thread is not None
 
+    @property
+    def under_way(self) -> Place | None:
+        """Where it is to be, while a checkpoint is under way."""
+        return self._place if self.busy else None
+
     def start(self, place: Place, contents: Contents) -> None:
         """Copy the tensors now, write them later; collective.
 

@@ -29,6 +29,7 @@ from lightning_3d.strategies.mesh_strategy import MeshStrategy
 from lightning_3d.strategies.saving import dictionary, resume
 from lightning_3d.strategies.saving.averaging import leave_averages_to_strategy, refuse_whole_averages
 from lightning_3d.strategies.saving.links import Links
+from lightning_3d.strategies.saving.names import keep_names_apart
 from lightning_3d.strategies.saving.selection import (
     Selection,
     agree_on_best,
@@ -130,6 +131,11 @@ class CheckpointingStrategy(MeshStrategy):
         else:
             self._remove(filepath)
 
+    def _asked_for(self) -> list[str]:
+        """Paths of what is not there yet."""
+        under_way = self._background.under_way
+        return [*self._windows.paths, *self._links.paths, *([] if under_way is None else [str(under_way)])]
+
     def _remove(self, filepath: Any) -> None:
         if not self.is_global_zero:
             return
@@ -191,7 +197,6 @@ class CheckpointingStrategy(MeshStrategy):
     def _check_callbacks(self, trainer: L.Trainer) -> None:
         refuse_whole_averages(trainer)
         pick_last_of_committed(trainer, storage_options=self._storage_options)
-        self._links.take_over(trainer.checkpoint_callbacks)
         note_ckpt_path(trainer, partial(setattr, self, "_ckpt_path"))
         for callback in trainer.checkpoint_callbacks:
             _, wrong, path = os.fspath(getattr(callback, "dirpath", None) or "").partition("/file:/")
@@ -206,6 +211,9 @@ class CheckpointingStrategy(MeshStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         leave_averages_to_strategy(trainer)
+        # The module's own are among them by now.
+        self._links.take_over(trainer.checkpoint_callbacks)
+        keep_names_apart(trainer.checkpoint_callbacks, asked_for=self._asked_for)
         if self._windows not in trainer.callbacks:  # type: ignore[attr-defined]
             trainer.callbacks.append(self._windows)  # type: ignore[attr-defined]
 

@@ -43,6 +43,11 @@ class Links:
                 self.move()
             trainer.strategy.barrier()
 
+    @property
+    def paths(self) -> list[str]:
+        """Of links that wait for what they are to point to; on rank 0."""
+        return list(self._waiting)
+
     def move(self) -> None:
         """Let links point to what they wait for, where that is whole; by one rank."""
         for link, target in list(self._waiting.items()):

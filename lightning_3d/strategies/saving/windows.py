@@ -24,6 +24,11 @@ class SaveAtWindowEnd(L.Callback):
         """Whether a checkpoint was asked for and is not saved yet."""
         return bool(self._waiting)
 
+    @property
+    def paths(self) -> list[str]:
+        """Of what was asked for and is not saved yet."""
+        return list(self._waiting)
+
     def lasting(self, trainer: L.Trainer) -> bool:
         """Whether the training goes on, so that there will be a later moment: no exception has ended it."""
         return self._training and not trainer.interrupted

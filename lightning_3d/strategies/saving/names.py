@@ -1,0 +1,40 @@
+"""ModelCheckpoints of one folder choose different names, as in plain Lightning."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import lightning as L
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+
+from lightning_3d.checkpoint.places import is_url
+
+
+def keep_names_apart(callbacks: Iterable[Checkpoint], *, asked_for: Callable[[], Iterable[str]]) -> None:
+    """Let a name be taken once its checkpoint is asked for: Lightning looks at the disk, where that comes later.
+
+    Args:
+        asked_for: paths of the checkpoints and links that are not there yet; called on rank 0.
+    """
+    for callback in callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            callback.file_exists = partial(_is_taken, callback, asked_for)  # type: ignore[method-assign]
+
+
+def _is_taken(
+    callback: ModelCheckpoint,
+    asked_for: Callable[[], Iterable[str]],
+    filepath: str | Path,
+    trainer: L.Trainer,
+) -> bool:
+    # Rank 0 decides: names hold values that may differ from rank to rank.
+    asked = trainer.is_global_zero and _comparable(filepath) in map(_comparable, asked_for())
+    there = type(callback).file_exists(callback, filepath, trainer)
+    return trainer.strategy.reduce_boolean_decision(asked, all=False) or there
+
+
+def _comparable(path: str | Path) -> str:
+    return os.fspath(path).rstrip("/") if is_url(path) else os.path.abspath(path)
