@@ -107,6 +107,58 @@ def test_a_save_that_fails_leaves_the_link_where_it_was(tmp_path: Path, layout: 
         assert got == ("step=2.ckpt", "last.ckpt")
 
 
+def removes_the_former(layout: str, folder: Path, in_background: bool) -> Any:
+    real, seen = store.remove, list[tuple[str, str]]()
+
+    def remove(path: Any) -> None:
+        seen.append((path.name, pointed_at(folder)))
+        real(path)
+
+    store.remove = remove  # type: ignore[assignment]
+    callback = saver(folder, 1, top_k=1, save_last="link")
+    small_fit(trainer_with(layout, callback, steps=3, async_checkpoint=in_background))
+    return seen, sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("layout", ["single", "zero3x2"])
+def test_the_former_is_removed_when_the_link_points_to_the_new(
+    tmp_path: Path, layout: str, in_background: bool
+) -> None:
+    seen, end = run(layout, removes_the_former, tmp_path, in_background)[0]
+    assert seen == [("step=1.ckpt", "step=2.ckpt"), ("step=2.ckpt", "step=3.ckpt")]
+    assert end == ["last.ckpt", "step=3.ckpt"]
+
+
+def cannot_be_linked(layout: str, folder: Path) -> Any:
+    real, calls = store.link, []
+
+    def link(path: Path, target: Path) -> None:
+        calls.append(target)
+        if len(calls) == 2:
+            raise OSError(1, "Operation not permitted")
+        real(path, target)
+
+    store.link = link
+    ends = []
+
+    class Look(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            ends.append((pointed_at(folder), sorted(path.name for path in folder.glob("step*"))))
+
+    callback = saver(folder, 1, top_k=1, save_last="link")
+    trainer = trainer_with(layout, callback, steps=3, async_checkpoint=False)
+    trainer.callbacks.append(Look())  # type: ignore[attr-defined]
+    small_fit(trainer)
+    return ends
+
+
+def test_a_link_that_cannot_be_moved_keeps_what_it_points_to(tmp_path: Path) -> None:
+    (ends,) = run("single", cannot_be_linked, tmp_path)
+    assert ends[1] == ("step=1.ckpt", ["step=1.ckpt", "step=2.ckpt"])
+    assert ends[2] == ("step=3.ckpt", ["step=3.ckpt"])
+
+
 class Validated(Small):
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self.log("val_loss", self.net(batch).square().mean(), sync_dist=True)

@@ -71,12 +71,12 @@ class CheckpointingStrategy(MeshStrategy):
         self._background = BackgroundWriter(new_group=partial(new_group, backend="gloo"))
         self._selection = Selection()
         self._windows = SaveAtWindowEnd()
-        self._links = Links(self._selection, saving=lambda: self._background.busy or self._windows.waiting)
+        self._links = Links(self._selection, asked=self._link_asked)
         self._weights_only: bool | None = None
         # What the run that begins is to load.
         self._ckpt_path: Any = None
-        # Checkpoints that callbacks want removed, once the one under way is whole.
-        self._removals: list[Any] = []
+        # Checkpoints that callbacks want removed, until nothing needs them; on rank 0.
+        self._removals: list[str] = []
         self._share: Share | None = None
         self._pending_random_state: dict[str, Any] | None = None
 
@@ -125,20 +125,45 @@ class CheckpointingStrategy(MeshStrategy):
             self._committed()
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        if self._background.busy or self._windows.waiting:
-            # It may be the only whole one until the one under way is.
-            self._removals.append(filepath)
-        else:
-            self._remove(filepath)
+        if self.is_global_zero:
+            self._removals.append(os.fspath(filepath))
+            self._remove_former()
+
+    def _link_asked(self) -> None:
+        if not self._saving:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Links move to what is whole; then what nothing needs any more is removed."""
+        if self.is_global_zero:
+            self._links.move()
+            if not self.unwinding:
+                self._remove_former()
+        self.barrier()
+
+    @property
+    def _saving(self) -> bool:
+        """Whether a checkpoint that was asked for is not whole yet; alike on all ranks."""
+        return self._background.busy or self._windows.waiting
+
+    def _remove_former(self) -> None:
+        # Each may be the only whole one until what is being saved is.
+        if self._saving:
+            return
+        removals, self._removals = self._removals, []
+        for filepath in removals:
+            # Lightning asks for a removal before it lets the link move.
+            if self._links.point_to(filepath):
+                self._removals.append(filepath)
+            else:
+                self._remove(filepath)
 
     def _asked_for(self) -> list[str]:
         """Paths of what is not there yet."""
         under_way = self._background.under_way
         return [*self._windows.paths, *self._links.paths, *([] if under_way is None else [str(under_way)])]
 
-    def _remove(self, filepath: Any) -> None:
-        if not self.is_global_zero:
-            return
+    def _remove(self, filepath: str) -> None:
         try:
             store.remove(self.place(filepath))
         except OSError as error:
@@ -154,13 +179,7 @@ class CheckpointingStrategy(MeshStrategy):
 
     def _committed(self) -> None:
         self._selection.commit()
-        if self.is_global_zero:
-            self._links.move()
-        if not self._windows.waiting and not self.unwinding:
-            removals, self._removals = self._removals, []
-            for filepath in removals:
-                self._remove(filepath)
-        self.barrier()
+        self._let_go()
 
     @contextmanager
     def _keeping_selection(self) -> Iterator[None]:

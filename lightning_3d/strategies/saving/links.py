@@ -20,33 +20,37 @@ class Links:
 
     Args:
         selection: of the same callbacks.
-        saving: whether a checkpoint that was asked for is not whole yet; alike on all ranks.
+        asked: called on all ranks when a callback has asked for a link.
     """
 
-    def __init__(self, selection: Selection, *, saving: Callable[[], bool]) -> None:
-        self._selection, self._saving = selection, saving
+    def __init__(self, selection: Selection, *, asked: Callable[[], None]) -> None:
+        self._selection, self._asked = selection, asked
+        self._callbacks: list[ModelCheckpoint] = []
         # Where a link is to point, by its path; on rank 0.
         self._waiting: dict[str, str] = {}
 
     def take_over(self, callbacks: Iterable[Checkpoint]) -> None:
         """From Lightning's callbacks, which call a function of theirs to link."""
-        for callback in callbacks:
-            if isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
-                callback._link_checkpoint = partial(self._ask, callback)  # type: ignore[method-assign]
+        self._callbacks = [
+            callback for callback in callbacks if isinstance(callback, ModelCheckpoint) and callback.save_last == "link"
+        ]
+        for callback in self._callbacks:
+            callback._link_checkpoint = partial(self._ask, callback)  # type: ignore[method-assign]
 
     def _ask(self, callback: ModelCheckpoint, trainer: L.Trainer, filepath: str, linkpath: str) -> None:
         self._selection.linked(callback)
         if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
             self._waiting[linkpath] = filepath
-        if not self._saving():
-            if trainer.is_global_zero:
-                self.move()
-            trainer.strategy.barrier()
+        self._asked()
 
     @property
     def paths(self) -> list[str]:
         """Of links that wait for what they are to point to; on rank 0."""
         return list(self._waiting)
+
+    def point_to(self, path: str) -> bool:
+        """Whether a callback's link points to a checkpoint."""
+        return os.path.abspath(path) in {_target(callback.last_model_path) for callback in self._callbacks}
 
     def move(self) -> None:
         """Let links point to what they wait for, where that is whole; by one rank."""
@@ -63,3 +67,7 @@ class Links:
     def forget(self) -> None:
         """What was not saved is not linked to."""
         self._waiting.clear()
+
+
+def _target(link: str) -> str | None:
+    return os.path.abspath(Path(link).parent / os.readlink(link)) if os.path.islink(link) else None
