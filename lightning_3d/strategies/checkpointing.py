@@ -106,10 +106,14 @@ class CheckpointingStrategy(MeshStrategy):
         HERE.enter("saving a checkpoint")
         path = self.broadcast(os.fspath(filepath))
         where = place(path, storage_options=storage_options) if storage_options else self.place(path)
+        # It may have been unwanted, until now.
+        self._removals = [other for other in self._removals if other != path]
         if self._windows.postpone(self.lightning_module.trainer, checkpoint, path, storage_options):
             return
         # At most one is under way; and a failed one is not overtaken in silence.
         self._settle(self._background.wait)
+        # Not earlier: the end of the one before must not let go what belongs to this one.
+        self._windows.begin(path)
         callbacks = self.lightning_module.trainer.checkpoint_callbacks
         agree_on_best(callbacks, broadcast=self.broadcast, device=self.root_device)
         self._selection.propose(callbacks)
@@ -229,6 +233,8 @@ class CheckpointingStrategy(MeshStrategy):
         super().setup_environment()
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
+        # Those of a run that failed: what was to take their place may not be there.
+        self._removals.clear()
         leave_averages_to_strategy(trainer)
         # The module's own are among them by now.
         self._links.take_over(trainer.checkpoint_callbacks)
@@ -271,6 +277,8 @@ class CheckpointingStrategy(MeshStrategy):
             if not failing:
                 raise
             rank_zero_warn(str(error))
+        # After an error that this rank alone may have there are some.
+        self._removals.clear()
         super().teardown()
 
     # ------------------------------------------------------------------ loading

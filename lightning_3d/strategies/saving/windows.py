@@ -17,7 +17,7 @@ class SaveAtWindowEnd(L.Callback):
 
     def __init__(self) -> None:
         self._waiting: dict[str, tuple[bool, Any]] = {}
-        self._training = False
+        self._training = self._saving = False
 
     @property
     def waiting(self) -> bool:
@@ -41,7 +41,7 @@ class SaveAtWindowEnd(L.Callback):
         done = trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches
         if not self.lasting(trainer):
             # An exception, or an early end: this window never ends.
-            if trainer.interrupted:
+            if trainer.interrupted and not self._saving:
                 # What was asked for earlier comes first: its commit lets former checkpoints go.
                 self._save(trainer)
             if trainer.interrupted or trainer.training:
@@ -53,6 +53,15 @@ class SaveAtWindowEnd(L.Callback):
         rank_zero_info(f"{path} is saved when the accumulation window ends; {done} batches of it are done.")
         self._waiting[path] = "optimizer_states" not in checkpoint, storage_options
         return True
+
+    def begin(self, path: str) -> None:
+        """The save of a path begins: it waits no longer."""
+        self._waiting.pop(path, None)
+
+    def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+        # What a run that failed has left.
+        self._waiting.clear()
+        self._training = False
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._training = True
@@ -70,7 +79,14 @@ class SaveAtWindowEnd(L.Callback):
         self._save(trainer)
 
     def _save(self, trainer: L.Trainer) -> None:
-        while self._waiting:
-            path = next(iter(self._waiting))
-            weights_only, storage_options = self._waiting.pop(path)
-            trainer.save_checkpoint(path, weights_only, storage_options)
+        self._saving = True
+        try:
+            while self._waiting:
+                path, (weights_only, storage_options) = next(iter(self._waiting.items()))
+                try:
+                    trainer.save_checkpoint(path, weights_only, storage_options)
+                finally:
+                    # Where the Trainer does not save any more, or the save before this one has failed.
+                    self.begin(path)
+        finally:
+            self._saving = False
