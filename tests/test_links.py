@@ -84,7 +84,7 @@ def test_in_the_background_the_link_moves_once_the_save_is_committed(tmp_path: P
         assert ends[1][0] == "step=8.ckpt" and "step=8.ckpt" in ends[1][1]
 
 
-def stays_where_a_save_fails(layout: str, folder: Path) -> Any:
+def stays_where_a_save_fails(layout: str, folder: Path, in_background: bool) -> Any:
     callback = saver(folder, 2, top_k=1, save_last="link")
     real, calls = writing.rank_file, []
 
@@ -95,16 +95,19 @@ def stays_where_a_save_fails(layout: str, folder: Path) -> Any:
         return real(rank)
 
     writing.rank_file = rank_file
-    trainer = trainer_with(layout, callback, steps=50)
+    trainer = trainer_with(layout, callback, steps=50, async_checkpoint=in_background)
     with pytest.raises(CheckpointError, match="No space left"):
         small_fit(trainer, samples=400)
-    return pointed_at(folder), Path(callback.last_model_path).name
+    # The next link's.
+    target = callback._last_checkpoint_saved
+    return pointed_at(folder), Path(callback.last_model_path).name, Path(target).name
 
 
+@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("layout", ["single", "zero3x2"])
-def test_a_save_that_fails_leaves_the_link_where_it_was(tmp_path: Path, layout: str) -> None:
-    for got in run(layout, stays_where_a_save_fails, tmp_path):
-        assert got == ("step=2.ckpt", "last.ckpt")
+def test_a_save_that_fails_leaves_the_link_where_it_was(tmp_path: Path, layout: str, in_background: bool) -> None:
+    for got in run(layout, stays_where_a_save_fails, tmp_path, in_background):
+        assert got == ("step=2.ckpt", "last.ckpt", "step=2.ckpt")
 
 
 def removes_the_former(layout: str, folder: Path, in_background: bool) -> Any:

@@ -116,7 +116,7 @@ class CheckpointingStrategy(MeshStrategy):
         self._windows.begin(path)
         callbacks = self.lightning_module.trainer.checkpoint_callbacks
         agree_on_best(callbacks, broadcast=self.broadcast, device=self.root_device)
-        self._selection.propose(callbacks)
+        self._selection.propose(callbacks, saving=path)
         # Before and after the training, nobody would come back to a write in the background.
         later = self._async_checkpoint and self._windows.lasting(self.lightning_module.trainer)
         with self._keeping_selection():

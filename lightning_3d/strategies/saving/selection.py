@@ -35,10 +35,10 @@ class Selection:
         self._committed: list[tuple[ModelCheckpoint, dict[str, Any]]] = []
         self._proposed: list[tuple[ModelCheckpoint, dict[str, Any]]] = []
 
-    def propose(self, callbacks: Iterable[Checkpoint]) -> None:
-        """What they know of now, of which the newest is being saved."""
+    def propose(self, callbacks: Iterable[Checkpoint], *, saving: str | None = None) -> None:
+        """What they know of now, of which the newest, if any, is being saved."""
         self._proposed = [
-            (callback, _noted(callback)) for callback in callbacks if isinstance(callback, ModelCheckpoint)
+            (callback, _noted(callback, saving)) for callback in callbacks if isinstance(callback, ModelCheckpoint)
         ]
 
     def linked(self, callback: ModelCheckpoint) -> None:
@@ -57,9 +57,12 @@ class Selection:
             vars(callback).update(noted, best_k_models=dict(noted["best_k_models"]))
 
 
-def _noted(callback: ModelCheckpoint) -> dict[str, Any]:
-    # With the step: one that was not saved may be saved once more.
-    noted = {name: getattr(callback, name) for name in (*_BEST, "_last_global_step_saved")}
+def _noted(callback: ModelCheckpoint, saving: str | None) -> dict[str, Any]:
+    # With the step: one that was not saved may be saved once more. The last is what a link is to point to.
+    noted = {name: getattr(callback, name) for name in (*_BEST, "_last_global_step_saved", "_last_checkpoint_saved")}
+    if saving in (callback.best_model_path, callback.last_model_path, *callback.best_k_models):
+        # Lightning notes this one only when the save that it asked for returns.
+        noted["_last_checkpoint_saved"] = saving
     return {**noted, "best_k_models": dict(noted["best_k_models"])}
 
 
