@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,27 @@ def test_a_save_that_fails_below_a_url_keeps_the_former(tmp_path: Path, monkeypa
     assert len([path for path in Path(tmp_path, "last.ckpt").iterdir() if path.is_dir()]) == 1
 
 
+class ClientError(Exception):
+    """As clients of stores raise them: of no class that all have in common."""
+
+
+def unavailable(*_: Any, **__: Any) -> None:
+    raise ClientError("503, try again")
+
+
+def test_what_a_client_cannot_delete_stops_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"shelf://{tmp_path}/last.ckpt"
+    save(url, 1.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalShelf, "rm", unavailable)
+        for value in (2.0, 3.0):
+            save(url, value)
+            assert value_at(url) == value
+    save(url, 4.0)
+    assert value_at(url) == 4.0
+    assert len([path for path in Path(tmp_path, "last.ckpt").iterdir() if path.is_dir()]) == 1
+
+
 def save_in_own_memory() -> str:
     dist.init_process_group("gloo")
     try:
@@ -163,6 +185,22 @@ def fit(layout: str, folder: str, ckpt_path: str | None, steps: int) -> dict[str
 def twice(layout: str, folder: str) -> Any:
     fit(layout, folder, None, 4)
     return fit(layout, folder, "last", 6)
+
+
+def fit_without_deleting(layout: str, folder: str) -> Any:
+    LocalShelf.rm = unavailable  # type: ignore[method-assign]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        there = fit(layout, folder, None, 4)["there"]
+    return there, [str(warning.message) for warning in told if "could not be removed" in str(warning.message)]
+
+
+def test_training_goes_on_where_a_client_cannot_delete_a_former_checkpoint(tmp_path: Path) -> None:
+    ranks = run("zero3x2", fit_without_deleting, f"shelf://{tmp_path}")
+    for there, _ in ranks:
+        assert there == ["last.ckpt", "step=2.ckpt", "step=4.ckpt"]
+    (told,) = ranks[0][1]
+    assert "step=2.ckpt could not be removed and stays: ClientError: 503, try again." in told
 
 
 @pytest.mark.parametrize(("layout", "protocol"), [("single", "memory:/"), ("zero3x2", "shelf://"), ("tp2-pp2", "")])

@@ -71,7 +71,7 @@ class Shelf:
         current = self._marker().get("part")
         for part in self._names():
             if part.startswith(_PART) and part != current:
-                self._delete(f"{self.path}/{part}")
+                self.drop(part)
         return f"{_PART}{secrets.token_hex(4)}"
 
     def holds(self, draft: str, name: str) -> bool:
@@ -90,8 +90,12 @@ class Shelf:
         former = self._marker().get("part")
         self.fs.pipe_file(f"{self.path}/{SUMMARY}", json.dumps({**summary, "part": draft}, indent=1).encode())
         if former is not None:
-            with contextlib.suppress(OSError):
-                self._delete(f"{self.path}/{former}")
+            self.drop(former)
+
+    def drop(self, draft: str) -> None:
+        # No save may fail by it: what a client raises is of no common class, and nobody reads what stays.
+        with contextlib.suppress(Exception):
+            self._delete(f"{self.path}/{draft}")
 
     def remove(self) -> None:
         self._delete(f"{self.path}/{SUMMARY}")

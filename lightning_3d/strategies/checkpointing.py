@@ -170,9 +170,11 @@ class CheckpointingStrategy(MeshStrategy):
     def _remove(self, filepath: str) -> None:
         try:
             store.remove(self.place(filepath))
-        except OSError as error:
+        # What a store's client raises is of no common class.
+        except Exception as error:
             # Training can go on, and other ranks know nothing of this.
-            rank_zero_warn(f"the checkpoint {filepath} could not be removed and stays: {error}.")
+            told = f"{type(error).__name__}: {error}"
+            rank_zero_warn(f"the checkpoint {filepath} could not be removed and stays: {told}.")
 
     def _settle(self, ask: Callable[[], bool]) -> None:
         """Ask for the checkpoint under way; where it is found whole, do what had to wait for it."""
