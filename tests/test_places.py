@@ -41,6 +41,10 @@ def value_at(path: Any) -> float:
     return value
 
 
+def parts(folder: Path) -> int:
+    return sum(path.is_dir() for path in folder.iterdir())
+
+
 @pytest.fixture(params=["memory", "shelf", "file", "plain"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     base = f"{tmp_path}/runs of mine/a + b"
@@ -86,11 +90,12 @@ def test_a_save_that_fails_below_a_url_keeps_the_former(tmp_path: Path, monkeypa
         with pytest.raises(CheckpointError, match="No space left on device"):
             save(url, 2.0)
         assert value_at(url) == 1.0
+        # Where the last write was refused, nobody knows whether it came to count.
+        assert number == count or parts(tmp_path / "last.ckpt") == 1
     broken[0] = 0
     save(url, 3.0)
     assert value_at(url) == 3.0
-    # Nothing is left of what failed.
-    assert len([path for path in Path(tmp_path, "last.ckpt").iterdir() if path.is_dir()]) == 1
+    assert parts(tmp_path / "last.ckpt") == 1
 
 
 class ClientError(Exception):
@@ -111,7 +116,7 @@ def test_what_a_client_cannot_delete_stops_no_save(tmp_path: Path, monkeypatch: 
             assert value_at(url) == value
     save(url, 4.0)
     assert value_at(url) == 4.0
-    assert len([path for path in Path(tmp_path, "last.ckpt").iterdir() if path.is_dir()]) == 1
+    assert parts(tmp_path / "last.ckpt") == 1
 
 
 def save_in_own_memory() -> str:

@@ -125,6 +125,36 @@ def test_a_save_replaces_what_has_its_name(tmp_path: Path, ranks: int) -> None:
         assert_holds(tmp_path / name, 3.0)
 
 
+# ------------------------------------------------------------------ a failure
+
+
+@pytest.mark.parametrize(("name", "can_swap"), [("step=2", True), ("last.ckpt", True), ("last.ckpt", False)])
+def test_a_save_that_fails_leaves_nothing_of_what_it_wrote(tmp_path: Path, name: str, can_swap: bool) -> None:
+    save(tmp_path / "last.ckpt", 1.0)
+    with FaultyDisk(can_swap=can_swap).in_use() as disk:
+        save(tmp_path / name, 2.0)
+    store.remove(tmp_path / name)
+    save(tmp_path / "last.ckpt", 1.0)
+    for number, operation in enumerate(disk.operations):
+        with FaultyDisk(fail_at=number, can_swap=can_swap).in_use(), pytest.raises(CheckpointError, match="No space"):
+            save(tmp_path / name, 2.0)
+        assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"], (number, operation)
+    assert_holds(tmp_path / "last.ckpt", 1.0)
+
+
+def test_a_draft_that_cannot_be_deleted_is_told_as_the_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any, **__: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "unlink", failing)
+    with FaultyDisk(fail_at=9).in_use(), pytest.raises(CheckpointError, match="No space left on device"):
+        save(tmp_path / "step=1", 1.0)
+    monkeypatch.undo()
+    assert store.set_aside_leftovers(tmp_path) == [tmp_path / ".step=1.unfinished"]
+
+
 # ------------------------------------------------------------------ a kill
 
 

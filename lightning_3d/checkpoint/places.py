@@ -68,7 +68,13 @@ class Place(Protocol):
         """One more file of a draft; on the disk when this returns."""
 
     def commit(self, draft: str, summary: Mapping[str, Any]) -> None:
-        """The draft becomes the checkpoint, in one step. What was there before is removed afterwards."""
+        """The draft becomes the checkpoint, in one step. What was there before is removed afterwards.
+
+        Where this fails, the draft is dropped, unless it may have become the checkpoint all the same.
+        """
+
+    def drop(self, draft: str) -> None:
+        """Delete a draft of which nothing will come. What cannot be deleted stays, as after a kill."""
 
     def remove(self) -> None:
         """A kill in between leaves nothing that looks whole."""
@@ -200,18 +206,26 @@ class Folder:
             os.fsync(file.fileno())
 
     def commit(self, draft: str, summary: Mapping[str, Any]) -> None:
-        self.write(draft, SUMMARY, json.dumps(summary, indent=1).encode())
-        _sync_folder(Path(draft))
-        former = put(Path(draft), self.path)
+        try:
+            self.write(draft, SUMMARY, json.dumps(summary, indent=1).encode())
+            _sync_folder(Path(draft))
+            former = put(Path(draft), self.path)
+        except OSError:
+            self.drop(draft)
+            raise
         try:
             _sync_folder(self.path.parent)
         except OSError:
             _put_back(Path(draft), self.path, former)
+            self.drop(draft)
             raise
         # The new checkpoint is there; what stays of the old one is removed by the next save under this name.
         if former is not None:
             with contextlib.suppress(OSError):
                 delete(former)
+
+    def drop(self, draft: str) -> None:
+        shutil.rmtree(draft, ignore_errors=True)
 
     def remove(self) -> None:
         removed = sibling(self.path, "removed")

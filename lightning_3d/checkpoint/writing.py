@@ -60,7 +60,8 @@ def write(place: Place, contents: Contents, *, group: dist.ProcessGroup | None =
         group: of all ranks, for the talk; None is the default group.
 
     Raises:
-        CheckpointError: on every rank, if any rank could not write; nothing at the place has changed then.
+        CheckpointError: on every rank, if any rank could not write; nothing at the place has changed then, and
+            what was written of the new one is deleted.
     """
     rank, what = own_rank(), f"saving checkpoint {place}"
 
@@ -68,7 +69,11 @@ def write(place: Place, contents: Contents, *, group: dist.ProcessGroup | None =
         if rank != 0:
             return ""
         draft = place.begin()
-        place.write(draft, EXTRA, contents.extra)
+        try:
+            place.write(draft, EXTRA, contents.extra)
+        except Exception:
+            place.drop(draft)
+            raise
         return draft
 
     def find() -> None:
@@ -95,8 +100,15 @@ def write(place: Place, contents: Contents, *, group: dist.ProcessGroup | None =
             place.commit(draft, contents.summary)
 
     draft = _from_first(together(begin, what, group=group), group=group)
-    for step in (find, write_tensors, write_rest, commit):
-        together(step, what, group=group)
+    try:
+        for step in (find, write_tensors, write_rest):
+            together(step, what, group=group)
+    except CheckpointError:
+        # All ranks have come here, so none writes any more. On a full disk, the next save needs the room.
+        if rank == 0:
+            place.drop(draft)
+        raise
+    together(commit, what, group=group)
 
 
 def _telling_cause(function: Callable[..., Any]) -> Callable[..., Any]:
