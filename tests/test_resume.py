@@ -203,3 +203,68 @@ def test_exactly_top_k_and_last_remain(tmp_path: Path, layout: str, in_backgroun
     assert Path(best).name == "epoch=9.ckpt" and store.is_committed(Path(best))
     assert store.summary(tmp_path / "last.ckpt")["epoch"] == 9
     assert all(rank == ranks[0] for rank in ranks)
+
+
+class Draws(TinyGPT):
+    """Keeps the rows of its training steps, and a number that each draws."""
+
+    def __init__(self) -> None:
+        super().__init__(lazy=True)
+        self.drawn: list[float] = []
+
+    def training_step(self, rows: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.drawn.append(float(torch.rand(())))
+        return super().training_step(rows, batch_idx)
+
+    def test_step(self, rows: torch.Tensor, batch_idx: int) -> None:
+        self.validation_step(rows, batch_idx)
+
+
+def fit_after(layout: str, folder: Path, evaluate: str | None, ckpt_path: Path | None) -> Any:
+    L.seed_everything(1, verbose=False)
+    module, replicas = Draws(), Layout.parse(layout).data
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer = trainer_for(layout, max_epochs=2, callbacks=[saver], enable_checkpointing=True)
+    if evaluate:
+        getattr(trainer, evaluate)(module, ordered(Rows(8), replicas=replicas), ckpt_path=ckpt_path)
+    L.seed_everything(1, verbose=False)
+    trainer.fit(module, ordered(Rows(), replicas=replicas, shuffle=True))
+    return module.rows, module.drawn, sorted(found.name for found in Folder(folder).whole())
+
+
+@pytest.mark.parametrize(("layout", "evaluate"), [("zero3x2", "validate"), ("pp2", "test"), ("dp2", "predict")])
+def test_a_fit_after_an_evaluation_of_a_checkpoint_begins_at_the_beginning(
+    tmp_path: Path, layout: str, evaluate: str
+) -> None:
+    expected = run(layout, fit_after, tmp_path / "alone", None, None)
+    assert len(expected[0][2]) == 10
+    # Inside the first epoch.
+    got = run(layout, fit_after, tmp_path / "after", evaluate, tmp_path / "alone" / "step=2.ckpt")
+    assert got == expected
+
+
+class FailsOnce(L.Callback):
+    def __init__(self) -> None:
+        self.failed = False
+
+    def on_train_start(self, *_: Any) -> None:
+        if not self.failed:
+            self.failed = True
+            raise RuntimeError("no step came")
+
+
+def fit_again(layout: str, path: Path) -> list[float]:
+    module, loader = Draws(), ordered(Rows(), replicas=1)
+    trainer = trainer_for(layout, max_epochs=2, callbacks=[FailsOnce()])
+    with pytest.raises(RuntimeError, match="no step came"):
+        trainer.fit(module, loader, ckpt_path=path)
+    L.seed_everything(1, verbose=False)
+    trainer.fit(module, loader)
+    return module.drawn
+
+
+def test_random_numbers_of_a_checkpoint_are_those_of_the_fit_that_loads_it_alone(tmp_path: Path) -> None:
+    ((_, drawn, _),) = run("single", fit_after, tmp_path, None, None)
+    (got,) = run("single", fit_again, tmp_path / "step=5.ckpt")
+    L.seed_everything(1, verbose=False)
+    assert len(got) == 5 and got[0] == drawn[0] != drawn[5]

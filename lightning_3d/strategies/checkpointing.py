@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_3d.checkpoint import store
@@ -233,6 +234,8 @@ class CheckpointingStrategy(MeshStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
+        # Of a run that ended before its first step.
+        self._pending_random_state = None
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         # Those of a run that failed: what was to take their place may not be there.
@@ -292,13 +295,22 @@ class CheckpointingStrategy(MeshStrategy):
         self._settle(self._background.wait)
         weights_only = self._weights_only if weights_only is None else weights_only
         checkpoint = resume.load(self, path, weights_only=weights_only)
-        self._pending_random_state = checkpoint.pop("random_state", None)
+        random_state = checkpoint.pop("random_state", None)
+        if not self._goes_on:
+            return checkpoint
+        self._pending_random_state = random_state
         assert self.lightning_module is not None
         for callback in self.lightning_module.trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 # Else it saves this step once more at the next batch, which may be inside an accumulation window.
                 callback._last_global_step_saved = checkpoint.get("global_step", 0)
         return checkpoint
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the run under way trains: an evaluation's checkpoint has no bearing on the fit that comes next."""
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer.state.fn == TrainerFn.FITTING
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None

@@ -180,7 +180,9 @@ class FeedingStrategy(CheckpointingStrategy):
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         # Lightning would not load them at the end of an epoch, and knows of no other number of ranks.
-        self._places = loop.pop("combined_loader", None)
+        places = loop.pop("combined_loader", None)
+        if self._goes_on:
+            self._places = places
         return checkpoint
 
 
