@@ -1,7 +1,8 @@
-"""Learning rates, groups and frozen layers go on after a resume as if the run had not stopped."""
+"""Learning rates, groups, frozen layers and what modules keep go on after a resume as if the run had not stopped."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 from training import run, trainer_for, whole, whole_weights
 
-from lightning_3d import Layout
+from lightning_3d import Layout, ThreeDStrategy
 
 pytestmark = pytest.mark.distributed
 
@@ -144,3 +145,62 @@ def test_layers_unfrozen_before_the_stop_stay_so(tmp_path: Path, layout: str) ->
             assert got[part].keys() == whole_run[part].keys()
             assert all(torch.equal(got[part][name], whole_run[part][name]) for name in got[part]), part
         assert not torch.equal(got["weights"]["body.0.weight"], before["weights"]["body.0.weight"])
+
+
+class Counting(nn.Linear):
+    """Keeps something beside its parameters: a dict, a number, or a tensor once it has been called."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(8, 8)
+        self.kind, self.calls, self.got = kind, 0, list[Any]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        return super().forward(x)
+
+    def get_extra_state(self) -> Any:
+        seen = torch.full((2,), float(self.calls))
+        if self.kind == "tensor":
+            return seen if self.calls else None
+        return {"calls": self.calls, "seen": seen} if self.kind == "dict" else self.calls
+
+    def set_extra_state(self, state: Any) -> None:
+        self.got.append(copy.deepcopy(state))
+
+
+class Counted(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = ["dict", "dict", "number", "number", "tensor", "tensor"]
+        self.body = nn.Sequential(nn.Linear(4, 8), *(Counting(kind) for kind in kinds))
+
+
+def counted(layout: str, path: Path, in_background: bool) -> dict[str, Any]:
+    """What each part that this rank has keeps after one epoch, and what a run that goes on gives it."""
+
+    def fit(epochs: int, callbacks: list[Any], ckpt_path: Path | None) -> dict[str, Counting]:
+        module = Counted()
+        strategy = ThreeDStrategy(**Layout.parse(layout).as_dict(), async_checkpoint=in_background, timeout_seconds=60)
+        trainer = trainer_for(layout, max_epochs=epochs, callbacks=callbacks, strategy=strategy)
+        trainer.fit(module, loader(layout), ckpt_path=ckpt_path)
+        return {name: part for name, part in module.named_modules() if isinstance(part, Counting)}
+
+    kept = {name: part.get_extra_state() for name, part in fit(1, [SaveEachStep(path.parent)], None).items()}
+    got = {name: part.got for name, part in fit(2, [], path).items()}
+    return {name: (kept[name], got[name]) for name in kept}
+
+
+@pytest.mark.parametrize(("layout", "in_background"), [("zero3x2", False), ("pp2", False), ("zero1x2", True)])
+def test_what_a_module_keeps_beside_tensors_comes_back_equal(tmp_path: Path, layout: str, in_background: bool) -> None:
+    parts = [item for rank in run(layout, counted, tmp_path / "step-3.ckpt", in_background) for item in rank.items()]
+    assert {name for name, _ in parts} == {f"body.{number}" for number in range(1, 7)}
+    for name, (kept, got) in parts:
+        # Called once a step, or once a micro-batch.
+        assert int(kept["calls"] if isinstance(kept, dict) else torch.as_tensor(kept).max()) >= 3, name
+        assert len(got) == 1 and equal(got[0], kept), (name, kept, got)
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else type(one) is type(other) and one == other

@@ -119,7 +119,11 @@ def apply_data_parallel(module: nn.Module, *, blocks: list[nn.Module], layout: L
 
 def _check_equal(module: nn.Module) -> None:
     """Ranks that run different code or configurations would otherwise wait for each other for ever."""
-    lines = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in module.state_dict(keep_vars=True).items()]
+    lines = [
+        # What is no tensor (get_extra_state) may differ, as values may.
+        f"{name} {tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else name
+        for name, value in module.state_dict(keep_vars=True).items()
+    ]
     mine = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     digests: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(digests, mine)

@@ -138,7 +138,7 @@ def _model_room(module: nn.Module, saved: Mapping[str, Any], *, elsewhere: Colle
             continue
         if not isinstance(entry, TensorStorageMetadata):
             room[key] = None
-        elif key in own and own[key].shape == entry.size:
+        elif getattr(own.get(key), "shape", None) == entry.size:
             room[key] = own[key]
         else:
             room[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
