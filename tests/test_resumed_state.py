@@ -162,7 +162,7 @@ class Counting(nn.Linear):
         seen = torch.full((2,), float(self.calls))
         if self.kind == "tensor":
             return seen if self.calls else None
-        return {"calls": self.calls, "seen": seen} if self.kind == "dict" else self.calls
+        return {"calls": self.calls, "seen": seen, "more": {}, 5: seen} if self.kind == "dict" else self.calls
 
     def set_extra_state(self, state: Any) -> None:
         self.got.append(copy.deepcopy(state))

@@ -87,7 +87,10 @@ def write(place: Place, contents: Contents, *, group: dist.ProcessGroup | None =
     def write_tensors() -> None:
         # Copies of one tensor come from the lowest rank, so that buffers belong to one another.
         # A list or dictionary is one entry: its parts would have names of their own, which nobody asks for.
-        planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
+        # So would the copy that torch makes of it to look for sharded tensors of a kind that we have not.
+        planner = DefaultSavePlanner(
+            flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
+        )
         writer: Any = place.writer(draft)
         writer.write_data = _telling_cause(writer.write_data)
         dcp.save(dict(contents.tensors), storage_writer=writer, planner=planner, process_group=group)

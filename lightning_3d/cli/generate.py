@@ -118,7 +118,7 @@ def generate(checkpoint: Place, config: Mapping[str, Any], request: Request) -> 
     state = read_plain(checkpoint, optimizer=False, weights_only=not request.trust)["state_dict"]
     module.load_state_dict(state)
     # In the precision that it was trained in.
-    dtype = next(value.dtype for value in state.values() if value.is_floating_point())
+    dtype = next(v.dtype for v in state.values() if isinstance(v, torch.Tensor) and v.is_floating_point())
     del state
     module = module.to(request.device, dtype).eval()
     data.prepare_data()
