@@ -12,6 +12,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
+from lightning_3d.cli.config import nodes_of
 from lightning_3d.errors import Lightning3DError
 from lightning_3d.strategies.processes.supervise import REPORT_VARIABLE
 
@@ -31,16 +32,16 @@ def build(node: Mapping[str, Any], **others: Any) -> Any:
 
 
 def build_trainer(config: Mapping[str, Any]) -> L.Trainer:
-    """The Trainer of a config, with its strategy, callbacks and logger."""
+    """The Trainer of a config, with its strategy, callbacks and loggers."""
     settings = dict(config["trainer"])
-    logger = build(config["logger"]) if config["logger"] and config["logger"].get("_target_") else False
-    callbacks = [build(node) for node in config["callbacks"].values() if node]
+    loggers = [build(node) for node in nodes_of(config, "logger").values()]
+    callbacks = [build(node) for node in nodes_of(config, "callbacks").values()]
     # What a switch of the Trainer's turns off, Lightning would refuse to find among the callbacks.
     if settings.get("enable_progress_bar") is False:
         callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
     if settings.get("enable_checkpointing") is False:
         callbacks = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
-    if logger is False:
+    if not loggers:
         callbacks = [callback for callback in callbacks if not isinstance(callback, LearningRateMonitor)]
     # Without one of ours there is to be none: Lightning's own would write outside the run folder.
     settings.setdefault("enable_checkpointing", any(isinstance(callback, Checkpoint) for callback in callbacks))
@@ -48,4 +49,6 @@ def build_trainer(config: Mapping[str, Any]) -> L.Trainer:
         settings["default_root_dir"] = config["run_dir"]
     # Ranks that we started are ours also inside a cluster's job, whose variables would say otherwise.
     plugins = [LightningEnvironment()] if REPORT_VARIABLE in os.environ else None
-    return build(settings, strategy=build(config["strategy"]), callbacks=callbacks, logger=logger, plugins=plugins)
+    return build(
+        settings, strategy=build(config["strategy"]), callbacks=callbacks, logger=loggers or False, plugins=plugins
+    )

@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 
 from lightning_3d.checkpoint.places import is_url
-from lightning_3d.cli.config import closest, value_at
+from lightning_3d.cli.config import closest, nodes_of, one_line, value_at
 from lightning_3d.cli.fit import check_batch, check_end, check_lengths, check_model
 from lightning_3d.cli.targets import described, matches, parameters
 from lightning_3d.data.text import TextDataModule
@@ -40,6 +40,8 @@ _TOP_LEVEL: dict[str, tuple[Any, str]] = {
     "metric": (str, "val_loss"),
 }
 _GROUPS = ("strategy", "model", "data", "trainer", "callbacks", "logger")
+# Groups of any number of things by name.
+_SEVERAL = ("callbacks", "logger")
 
 
 def _count(value: Any, least: int) -> bool:
@@ -112,10 +114,12 @@ def check_config(config: Mapping[str, Any]) -> None:
         if group not in config:
             raise ConfigError(f"the config has no {group}. Add it to the recipe's defaults, e.g. - {group}: ...")
         _check_node(group, config[group])
-    for path, (holds, meant, works) in _RANGES.items():
-        value = value_at(config, path)
-        if value is not None and not holds(value):
-            raise ConfigError(f"{path}={value!r} is not {meant}. Set {path}={works}, say.")
+    for setting, (holds, meant, works) in _RANGES.items():
+        group, _, name = setting.partition(".")
+        for path in [f"{place}.{name}" for place in nodes_of(config, "logger")] if group == "logger" else [setting]:
+            value = value_at(config, path)
+            if value is not None and not holds(value):
+                raise ConfigError(f"{path}={value!r} is not {meant}. Set {path}={works}, say.")
 
 
 def check_top_level(config: Mapping[str, Any]) -> None:
@@ -147,6 +151,8 @@ def _check_node(path: str, node: Any) -> None:
     if not isinstance(node, Mapping):
         raise ConfigError(f"{path}={node!r} is not a folder of settings.")
     if "_target_" not in node:
+        if path not in _SEVERAL and node:
+            raise ConfigError(f"{path} has no _target_, the class that it describes. Give it one, or leave it out.")
         for key, value in node.items():
             _check_node(f"{path}.{key}", value)
         return
@@ -210,7 +216,7 @@ def number_of_processes(trainer: Mapping[str, Any]) -> int:
         parsed = accelerator.parse_devices(devices)
     except Exception as error:
         raise ConfigError(
-            f"trainer.devices={devices!r}: {_line(error)} Set trainer.devices={there_are}, say."
+            f"trainer.devices={devices!r}: {one_line(error)} Set trainer.devices={there_are}, say."
         ) from error
     return len(parsed) if isinstance(parsed, (list, tuple)) else int(parsed)
 
@@ -277,9 +283,8 @@ def check_parts(config: Mapping[str, Any], layout: Layout | None = None) -> None
     if layout is not None and isinstance(model, L.LightningModule) and value_at(config, "model.path") is None:
         with _named("model"):
             check_model(model, layout)
-    for name, callback in config["callbacks"].items():
-        if callback:
-            _make(f"callbacks.{name}", callback)
+    for place, callback in nodes_of(config, "callbacks").items():
+        _make(place, callback)
     with _quiet():
         _make(
             "trainer",
@@ -296,13 +301,13 @@ def _make(path: str, node: Mapping[str, Any], **others: Any) -> Any:
     except HydraException as error:
         cause = error.__cause__ or error
         if isinstance(cause, Lightning3DError):
-            raise type(cause)(f"{path}: {_line(cause)}") from cause
+            raise type(cause)(f"{path}: {one_line(cause)}") from cause
         # What else comes may come of the meta device alone; the real attempt will tell.
         if (
             isinstance(cause, (TypeError, ValueError, ModuleNotFoundError))
             or "Misconfiguration" in type(cause).__name__
         ):
-            raise ConfigError(f"{path}: {_line(cause)}") from cause
+            raise ConfigError(f"{path}: {one_line(cause)}") from cause
         return None
 
 
@@ -312,7 +317,7 @@ def _named(path: str) -> Iterator[None]:
     try:
         yield
     except Lightning3DError as error:
-        raise type(error)(f"{path}: {_line(error)}") from error
+        raise type(error)(f"{path}: {one_line(error)}") from error
 
 
 @contextlib.contextmanager
@@ -328,7 +333,3 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())

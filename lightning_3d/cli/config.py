@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,16 @@ def value_at(config: Any, path: str) -> Any:
     return config
 
 
+def nodes_of(config: Mapping[str, Any], group: str) -> dict[str, dict[str, Any]]:
+    """What a group describes, by its place: ``logger``, or ``logger.csv`` and others where there are several by name.
+
+    What is null, or has a ``_target_`` that is, is left out.
+    """
+    node = config.get(group) or {}
+    places = {group: node} if "_target_" in node else {f"{group}.{name}": one for name, one in node.items()}
+    return {place: one for place, one in places.items() if isinstance(one, dict) and one.get("_target_")}
+
+
 def recipe_file(recipe: str) -> Path:
     """The YAML file of a recipe's name or path.
 
@@ -263,6 +273,11 @@ def _compose(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_first_line(error)) from error
     return OmegaConf.to_container(composed, resolve=False)  # type: ignore[return-value]
+
+
+def one_line(error: BaseException) -> str:
+    """All that an error says, without line breaks."""
+    return " ".join(str(error).split())
 
 
 def _first_line(error: Exception) -> str:

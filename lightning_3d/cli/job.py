@@ -17,6 +17,7 @@ from lightning_3d.cli.config import (
     compose_recipe,
     groups,
     key_of,
+    nodes_of,
     resolve,
     split_recipe,
     value_at,
@@ -25,8 +26,8 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
 from lightning_3d.strategies.processes.launch import Outcome, start_ranks
 
-# Settings that are folders which a run writes to.
-_FOLDERS = ("callbacks.checkpoint.dirpath", "logger.save_dir", "data.cache_dir", "trainer.default_root_dir")
+# Settings that are folders which a run writes to, beside its loggers'.
+_FOLDERS = ("callbacks.checkpoint.dirpath", "data.cache_dir", "trainer.default_root_dir")
 # What a layout's name says; micro-batches are no part of it.
 _LAYOUT_FIELDS = tuple(field for field in Layout.__dataclass_fields__ if field != "num_microbatches")
 # What an earlier run may have been asked for that a new layout takes the place of.
@@ -125,7 +126,7 @@ def prepare(arguments: Sequence[str], *, folder: Path | None = None) -> tuple[st
     config = resolve(config)
     check_config(config)
     _name_local_folders(config)
-    for key in _FOLDERS:
+    for key in [*_FOLDERS, *(f"{place}.save_dir" for place in nodes_of(config, "logger"))]:
         if (path := value_at(config, key)) is not None:
             run_folder.check_writable(key, path)
     checkpoint = run_folder.checkpoint_to_resume(config, folder, goes_on=goes_on)
@@ -146,8 +147,8 @@ def _check_strategy(layout: str, overrides: Sequence[str]) -> None:
 
 def _name_local_folders(config: dict[str, Any]) -> None:
     """Write file:///a as /a: Lightning would take it for a path below the working folder."""
-    for node in config["callbacks"].values():
-        if node and node.get("dirpath"):
+    for node in nodes_of(config, "callbacks").values():
+        if node.get("dirpath"):
             options = value_at(config, "strategy.storage_options")
             node["dirpath"] = str(place_among(node["dirpath"], storage_options=options))
 

@@ -15,7 +15,7 @@ import yaml
 
 from lightning_3d.checkpoint import store
 from lightning_3d.checkpoint.places import Folder, Place, is_url, place_among
-from lightning_3d.cli.config import resolve, value_at
+from lightning_3d.cli.config import nodes_of, resolve, value_at
 from lightning_3d.errors import ConfigError
 
 CONFIG = "config.yaml"
@@ -110,7 +110,7 @@ def checkpoint_folders(config: Mapping[str, Any], run: Place, *, storage_options
         run: its folder, which may have been moved since.
         storage_options: for URLs, instead of those of the config.
     """
-    nodes = [node for node in (config.get("callbacks") or {}).values() if isinstance(node, Mapping)]
+    nodes = nodes_of(config, "callbacks").values()
     named = dict.fromkeys(node["dirpath"] for node in nodes if node.get("dirpath"))
     options = storage_options or _storage_options(config)
     folders = [run / CHECKPOINTS]

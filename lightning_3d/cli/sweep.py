@@ -39,11 +39,12 @@ from lightning_3d.cli.config import (
     DEFAULT_RECIPE,
     closest,
     is_hydras_own,
+    nodes_of,
+    one_line,
     parse_override,
     recipe_file,
     search_path,
     split_recipe,
-    value_at,
 )
 from lightning_3d.cli.job import plan, start
 from lightning_3d.errors import ConfigError, Lightning3DError
@@ -100,7 +101,7 @@ def run(arguments: Sequence[str]) -> int:
     if earlier := next(folder.glob(f"*/{run_folder.CONFIG}"), None):
         raise ConfigError(f"hydra.sweep.dir={folder} holds a job of an earlier sweep ({earlier.parent}). Name another.")
     OmegaConf.update(master, "hydra.sweep.dir", str(folder))
-    jobs = _Jobs(common, wandb_group=folder.name if _has_wandb(configs[0], varied) else None)
+    jobs = _Jobs(common, group=folder.name, wandb=_unnamed_wandb(configs[0], varied))
     sweeper = _sweeper(master, loader, jobs, sets_failure_rate=_sets(own, "hydra.sweeper.max_failure_rate"))
     jobs.raises = not isinstance(sweeper, BasicSweeper)
     return _run(sweeper, _text(varied), jobs, folder)
@@ -117,10 +118,10 @@ def _run(sweeper: Sweeper, varied: list[str], jobs: _Jobs, folder: Path) -> int:
         trouble, code = "stopped by SIGINT", 128 + 2
     except Exception as error:
         if not jobs.rows:
-            raise ConfigError(f"hydra.sweeper: {type(error).__name__}: {_line(error)}") from error
+            raise ConfigError(f"hydra.sweeper: {type(error).__name__}: {one_line(error)}") from error
         # A sweeper that has no value at all has nothing to choose the best of; the table says why.
         if any(row.value is not None for row in jobs.rows):
-            trouble = f"the sweeper ended the sweep: {type(error).__name__}: {_line(error)}"
+            trouble = f"the sweeper ended the sweep: {type(error).__name__}: {one_line(error)}"
             code = 1
     _print(jobs, folder)
     if trouble:
@@ -144,16 +145,18 @@ class _Jobs:
 
     Args:
         common: arguments of all jobs.
-        wandb_group: joins the jobs' W&B runs; None where the logger has no such thing.
+        group: joins the jobs' W&B runs.
+        wandb: places of the loggers that make them.
     """
 
-    def __init__(self, common: list[str], *, wandb_group: str | None) -> None:
+    def __init__(self, common: list[str], *, group: str, wandb: list[str]) -> None:
         self.rows: list[Row] = []
         self.metric = ""
         # The basic sweeper would end at the first exception; others count it as a failed trial.
         self.raises = True
         self._common = common
-        self._wandb_group = wandb_group
+        self._group = group
+        self._wandb = wandb
 
     def __call__(self, _: DictConfig) -> float | None:
         hydra = HydraConfig.get()
@@ -161,10 +164,9 @@ class _Jobs:
         row = Row(number, varied, Path(str(hydra.sweep.dir), str(hydra.sweep.subdir)))
         self.rows.append(row)
         print(f"\njob {number}: {' '.join(varied) or 'the recipe as it is'}", flush=True)
-        arguments = [*self._common, *varied]
-        if self._wandb_group is not None:
-            names = {"group": self._wandb_group, "name": f"{self._wandb_group}-{number}"}
-            arguments = [*(f"logger.{key}={_quoted(name)}" for key, name in names.items()), *arguments]
+        names = {"group": self._group, "name": f"{self._group}-{number}"}
+        named = [f"{place}.{key}={_quoted(name)}" for place in self._wandb for key, name in names.items()]
+        arguments = [*named, *self._common, *varied]
         try:
             job = plan(arguments, folder=row.folder)
         except Lightning3DError as error:
@@ -247,7 +249,7 @@ def _master(recipe: str, own: list[str]) -> tuple[_VariedOnly, DictConfig]:
             overrides = [search_path(), *quiet, *own]
             config = hydra.config_loader.load_configuration(file.stem, overrides, run_mode=RunMode.MULTIRUN)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_line(error)) from error
+        raise ConfigError(one_line(error)) from error
     return _VariedOnly(hydra.config_loader), config
 
 
@@ -268,7 +270,7 @@ def _sweeper(master: DictConfig, loader: _VariedOnly, jobs: _Jobs, *, sets_failu
     try:
         return Plugins.instance().instantiate_sweeper(hydra_context=context, task_function=jobs, config=master)
     except Exception as error:
-        raise ConfigError(f"hydra.sweeper: {_line(error.__cause__ or error)}") from error
+        raise ConfigError(f"hydra.sweeper: {one_line(error.__cause__ or error)}") from error
 
 
 def _probes(master: DictConfig, loader: _VariedOnly, varied: list[str]) -> list[list[str]]:
@@ -280,7 +282,7 @@ def _probes(master: DictConfig, loader: _VariedOnly, varied: list[str]) -> list[
             return list(itertools.chain(*BasicSweeper.split_arguments(parsed, None)))
         except HydraException as error:
             raise ConfigError(
-                f"{' '.join(varied)}: {_line(error)}. The basic sweeper takes lists of values (a,b), range() and "
+                f"{' '.join(varied)}: {one_line(error)}. The basic sweeper takes lists of values (a,b), range() and "
                 f"glob(); for an interval() add hydra/sweeper=optuna."
             ) from error
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(varied)  # type: ignore[arg-type]
@@ -297,10 +299,12 @@ def _new_folder(config: dict[str, Any]) -> Path:
     return run_folder.unused(Path(config["output_dir"]), run_folder.stem(f"{config['name']}-sweep"))
 
 
-def _has_wandb(config: dict[str, Any], varied: list[Override]) -> bool:
-    settings = config["logger"] or {}
-    unset = all(key in settings and value_at(settings, key) is None for key in ("group", "name"))
-    return unset and not any(override.key_or_group.split(".")[0] == "logger" for override in varied)
+def _unnamed_wandb(config: dict[str, Any], varied: list[Override]) -> list[str]:
+    """Places of the W&B loggers whose runs have neither group nor name yet."""
+    if any(override.key_or_group.split(".")[0] == "logger" for override in varied):
+        return []
+    nodes = nodes_of(config, "logger").items()
+    return [place for place, node in nodes if all(node.get(key, "") is None for key in ("group", "name"))]
 
 
 def _sets(overrides: list[Override], key: str) -> bool:
@@ -314,10 +318,6 @@ def _text(overrides: Sequence[Override]) -> list[str]:
 def _quoted(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())
 
 
 def _print(jobs: _Jobs, folder: Path) -> None:

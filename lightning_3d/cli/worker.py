@@ -29,10 +29,10 @@ def run(config: Mapping[str, Any]) -> None:
     )
     trainer = build_trainer(config)
     model, data = build(config["model"]), build(config["data"])
-    if trainer.logger is not None:
-        # Storage options may be keys to a bucket.
-        strategy = {key: value for key, value in config["strategy"].items() if key != "storage_options"}
-        trainer.logger.log_hyperparams({**config, "strategy": strategy, "layout": _layout_name(trainer)})
+    # Storage options may be keys to a bucket.
+    strategy = {key: value for key, value in config["strategy"].items() if key != "storage_options"}
+    for logger in trainer.loggers:
+        logger.log_hyperparams({**config, "strategy": strategy, "layout": _layout_name(trainer)})
     try:
         trainer.fit(model, datamodule=data, ckpt_path=config["resume"])
         if trainer.is_global_zero:
