@@ -1,12 +1,13 @@
 """What the settings of a run mean: names, layouts, recipes, and mistakes in them told in one line."""
 
+import errno
 import math
 import os
 
 import pytest
 import yaml
 
-from lightning_3d.cli import main, run_folder
+from lightning_3d.cli import main, run_folder, sweep, verify
 from lightning_3d.cli.check import check_layout
 from lightning_3d.cli.config import groups, recipes
 from lightning_3d.cli.job import prepare
@@ -214,8 +215,25 @@ def test_ranks_that_cannot_talk_are_told_before_a_folder_is_made(monkeypatch, in
     assert list(in_empty_folder.iterdir()) == []
 
 
-def test_command_that_srun_has_started_several_times_is_refused(monkeypatch, in_empty_folder, capsys):
+@pytest.mark.parametrize("command", [["train", "layout=tp2"], ["train", "-m", "layout=tp2,pp2"], ["verify"]], ids=str)
+def test_command_that_srun_has_started_several_times_is_refused(monkeypatch, in_empty_folder, command, capsys):
+    def never(*_, **__):
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr(sweep, "start", never)
+    monkeypatch.setattr(verify, "fork_ranks", never)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    assert main(["train", "layout=tp2"]) == 2
+    assert main(command) == 2
     assert "these would be 4 runs" in capsys.readouterr().err
     assert list(in_empty_folder.iterdir()) == []
+
+
+def test_config_of_an_earlier_start_is_kept_where_there_are_no_hard_links(monkeypatch, in_empty_folder):
+    def no_links(*_, **__):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", no_links)
+    for seed in (1, 2, 3):
+        run_folder.write_config(in_empty_folder, {"seed": seed}, recipe="digits_mlp", overrides=[])
+    kept = [in_empty_folder / name for name in ("config.1.yaml", "config.2.yaml", "config.yaml")]
+    assert [yaml.safe_load(path.read_text())["seed"] for path in kept] == [1, 2, 3]

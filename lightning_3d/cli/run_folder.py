@@ -6,6 +6,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -161,7 +162,8 @@ def write_config(folder: Path, config: Mapping[str, Any], *, recipe: str, overri
         number = 1
         while (folder / f"config.{number}.yaml").exists():
             number += 1
-        os.link(path, folder / f"config.{number}.yaml")
+        # A copy, for not every file system has hard links.
+        shutil.copy2(path, folder / f"config.{number}.yaml")
     _write(folder / OVERRIDES, yaml.safe_dump({"recipe": recipe, "overrides": overrides}, sort_keys=False))
     _write(path, text)
     return path

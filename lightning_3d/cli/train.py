@@ -11,7 +11,7 @@ import yaml
 from lightning_3d.cli import run_folder
 from lightning_3d.cli.check import check_layout, check_parts
 from lightning_3d.cli.config import DEFAULT_RECIPE, compose_recipe, groups, key_of, recipes, split_recipe, value_at
-from lightning_3d.cli.job import announce, plan, prepare, start
+from lightning_3d.cli.job import announce, plan, prepare, refuse_tasks_of_slurm, start
 from lightning_3d.errors import ConfigError, DataError, LayoutError, Lightning3DError
 
 _SWEEP_OPTIONS = ("-m", "--multirun")
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _train(arguments: Sequence[str], *, printing: bool) -> int:
     if not printing:
-        _refuse_tasks_of_slurm()
+        refuse_tasks_of_slurm()
     job = plan(arguments)
     if printing:
         print(yaml.safe_dump(job.config, sort_keys=False), end="")
@@ -68,6 +68,7 @@ def _check_sweep(external: Mapping[str, int] | None, *, printing: bool) -> None:
             "-m starts runs one after the other, each with ranks of its own, but this process was started as one rank "
             "of several (torchrun). Start `lightning-3d train -m ...` once, without torchrun, or leave out -m."
         )
+    refuse_tasks_of_slurm()
 
 
 def _check_sizes(arguments: Sequence[str], external: Mapping[str, int]) -> None:
@@ -102,15 +103,6 @@ def _started_by_others() -> dict[str, int] | None:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         return {"rank": int(os.environ["RANK"]), "world_size": world, "local_world_size": local}
     return None
-
-
-def _refuse_tasks_of_slurm() -> None:
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if tasks != "1":
-        raise ConfigError(
-            f"srun has started this command {tasks} times, but it starts its ranks itself: these would be {tasks} "
-            "runs. Use srun --ntasks=1, or srun --ntasks-per-node=1 torchrun ... on several machines."
-        )
 
 
 def _run_as_rank(arguments: Sequence[str], external: Mapping[str, int], *, printing: bool) -> int:

@@ -38,6 +38,7 @@ from lightning_3d.cli.comparison import (
     quiet_lightning,
 )
 from lightning_3d.cli.config import DEFAULT_RECIPE, closest, compose_recipe, key_of, recipes, resolve, split_recipe
+from lightning_3d.cli.job import refuse_tasks_of_slurm
 from lightning_3d.cli.targets import accepts
 from lightning_3d.errors import ConfigError, LaunchError, LayoutError
 from lightning_3d.layout import Layout
@@ -96,6 +97,7 @@ def main(argv: Sequence[str]) -> int:
     if any(argument in ("-h", "--help") for argument in argv):
         print(help_text())
         return 0
+    refuse_tasks_of_slurm()
     request = parse(argv)
     with tempfile.TemporaryDirectory(prefix="lightning-3d-") as folder:
         config = prepare(request, folder=folder)
