@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -138,6 +139,31 @@ def test_sweep_in_which_every_trial_fails_says_why_and_nothing_else(started: Sta
     assert "exit code 137" in told.out and "Traceback" not in told.err
 
 
+@pytest.mark.parametrize("sweeper", ["basic", "optuna"])
+def test_job_that_the_machine_lets_down_says_why_and_does_not_end_the_sweep(
+    started: Started, sweeper: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+
+    def full(job: Job) -> Outcome:
+        if job.folder.name != "1":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return started(job)
+
+    monkeypatch.setattr(sweep, "start", full)
+    assert train("model.learning_rate=0.1,0.2,0.3", f"hydra/sweeper={sweeper}", *_trials(sweeper)) == 1
+    assert len(started.jobs) == 1
+    table = capsys.readouterr().out
+    assert all(f"job {job}: OSError: [Errno 28] No space left on device" in table for job in (0, 2))
+
+
+def test_job_that_leaves_no_result_says_so(started: Started, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(sweep, "start", lambda job: Outcome(0))
+    assert train("seed=1,2") == 1
+    table = capsys.readouterr().out
+    assert table.count("FileNotFoundError") == 2 and "result.json" in table
+
+
 def test_misspelt_metric_ends_the_sweep_at_the_first_job_and_says_what_there_is(started: Started, capsys: Any) -> None:
     assert train("model.learning_rate=0.1,0.2,0.3", "metric=val_los") == 1
     assert started.rates == [0.1]
@@ -181,8 +207,9 @@ def test_rank_that_something_else_ends_by_a_signal_fails_its_job_alone(started: 
 def test_mistake_is_told_in_one_line_before_the_first_job(
     started: Started, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    recipe = [] if "layout" in arguments[0] else ["layout=single"]
-    assert main(["train", "-m", "recipe=digits_mlp", "logger=none", *recipe, *arguments]) == 2
+    others = ["recipe=digits_mlp", "layout=single"]
+    kept = [other for other in others if not arguments[0].startswith(other.split("=")[0] + "=")]
+    assert main(["train", "-m", "logger=none", *kept, *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert started.jobs == [] and list(tmp_path.iterdir()) == []

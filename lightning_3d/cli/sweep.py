@@ -120,7 +120,7 @@ def _run(sweeper: Sweeper, varied: list[str], jobs: _Jobs, folder: Path) -> int:
         if not jobs.rows:
             raise ConfigError(f"hydra.sweeper: {type(error).__name__}: {one_line(error)}") from error
         # A sweeper that has no value at all has nothing to choose the best of; the table says why.
-        if any(row.value is not None for row in jobs.rows):
+        if any(row.failure is None for row in jobs.rows):
             trouble = f"the sweeper ended the sweep: {type(error).__name__}: {one_line(error)}"
             code = 1
     _print(jobs, folder)
@@ -168,23 +168,30 @@ class _Jobs:
         named = [f"{place}.{key}={_quoted(name)}" for place in self._wandb for key, name in names.items()]
         arguments = [*named, *self._common, *varied]
         try:
-            job = plan(arguments, folder=row.folder)
-        except Lightning3DError as error:
-            row.failure = f"refused: {error}"
-        else:
-            self.metric = job.config["metric"]
-            ended = start(job)
-            if ended.stopped:
-                # Somebody wants an end, of the sweep too.
-                row.failure = "stopped"
-                raise _Ended(f"the sweep was stopped in job {number}", ended.exit_code)
-            row.failure = f"exit code {ended.exit_code}, see above" if ended.exit_code else self._take_value(row)
+            row.failure = self._run(arguments, row)
+        except Exception as error:
+            # What the machine does to one job, as a full disk does, it may not do to the next.
+            row.failure = f"{type(error).__name__}: {one_line(error)}"
         if row.failure is None:
             return row.value
         print(f"job {number}: {row.failure}", file=sys.stderr, flush=True)
         if self.raises:
             raise _JobError(row.failure)
         return None
+
+    def _run(self, arguments: list[str], row: Row) -> str | None:
+        """Run the job to its end; the result says why it has no value."""
+        try:
+            job = plan(arguments, folder=row.folder)
+        except Lightning3DError as error:
+            return f"refused: {error}"
+        self.metric = job.config["metric"]
+        ended = start(job)
+        if ended.stopped:
+            # Somebody wants an end, of the sweep too.
+            row.failure = "stopped"
+            raise _Ended(f"the sweep was stopped in job {row.number}", ended.exit_code)
+        return f"exit code {ended.exit_code}, see above" if ended.exit_code else self._take_value(row)
 
     def _take_value(self, row: Row) -> str | None:
         """Read the job's metric; the result says what is wrong with it."""
