@@ -52,12 +52,12 @@ EVERY_RUN: dict[str, Values] = {
     "name": text("mine", "a-b", bad=("''", "a/b")),
     "seed": whole(0, 0, 7, 2**32 - 1, most=2**32 - 1),
     "output_dir": text("runs", "'my runs'", bad=("''",)),
-    "run_dir": text("here", null=True),
+    "run_dir": text("here", null=True, bad=("''",)),
     "resume": text("auto", null=True, bad=("nowhere", "''")),
     "layout": text(
         null=True, bad=("dp0", "zero4x2", "dp2-dp2", "dp2-hsdp2x2", "tp2@gpipe", "pp2@zigzag", "dp", "2", "''")
     ),
-    "metric": text("val_loss", "train_loss"),
+    "metric": text("val_loss", "train_loss", bad=("''", "' '")),
     "strategy.data_parallel_size": whole(1, 1, words=("auto",)),
     "strategy.data_parallel_replicas": whole(1, 1),
     "strategy.tensor_parallel_size": whole(1, 1),
@@ -94,8 +94,8 @@ EVERY_RUN: dict[str, Values] = {
     "trainer.enable_progress_bar": flag(null=True),
     "trainer.enable_model_summary": flag(null=True),
     "trainer.deterministic": Values(("true", "false", "warn", "null"), ("perhaps", "5", "[true]", "{a: 1}", "''")),
-    "callbacks.checkpoint.dirpath": text("there", null=True),
-    "callbacks.checkpoint.filename": text("'{epoch}'", null=True),
+    "callbacks.checkpoint.dirpath": text("there", null=True, bad=("''",)),
+    "callbacks.checkpoint.filename": text("'{epoch}'", null=True, bad=("/etc/x", "../x", "below/x")),
     "callbacks.checkpoint.monitor": text("step", "val_loss"),
     "callbacks.checkpoint.mode": choice("min", "max"),
     "callbacks.checkpoint.save_top_k": whole(-1, -1, 0, 1, 3),
@@ -109,7 +109,7 @@ EVERY_RUN: dict[str, Values] = {
     "callbacks.progress.refresh_rate": whole(0, 0, 1, 10),
 }
 WANDB: dict[str, Values] = {
-    "logger.save_dir": text("there"),
+    "logger.save_dir": text("there", bad=("''",)),
     "logger.project": text("mine", bad=("''", "' '", "a/b")),
     "logger.name": text("mine", null=True),
     "logger.mode": choice("offline", "disabled", null=True),
@@ -137,7 +137,7 @@ TEXT: dict[str, Values] = {
     "data.num_workers": whole(0, 0, 2),
     "data.shuffle": flag(),
     "data.seed": whole(0, 0, 3),
-    "data.cache_dir": text("there", null=True),
+    "data.cache_dir": text("there", null=True, bad=("''",)),
     "data.tokenizer": text(null=True, bad=("nowhere", "nowhere/tokenizer.json")),
 }
 OF_RECIPE: dict[str, dict[str, Values]] = {

@@ -202,6 +202,14 @@ def test_rank_that_something_else_ends_by_a_signal_fails_its_job_alone(started: 
         (["seed=1,2", "hydra.sweeper.trials=3"], "trials"),
         (["seed=1,2", "--print-config"], "--print-config shows one run"),
         (["seed=1,2", "metric=5"], "metric=5 is not text"),
+        (["seed=1,2", "metric="], "metric='' is no metric's name"),
+        (["seed=1,2", "hydra.sweep.dir=s3://bucket/sweep"], "hydra.sweep.dir=s3://bucket/sweep, but run folders are"),
+        (["seed=1,2", "hydra.sweep.dir="], "hydra.sweep.dir='' is no folder"),
+        (["seed=1,2", "hydra.sweep.dir=null"], "hydra.sweep.dir=null"),
+        (["seed=1,2", "hydra.sweep.dir=/dev/null/here"], "hydra.sweep.dir=/dev/null/here: /dev/null is a file"),
+        (["seed=1,2", "hydra.sweep.dir=here", "hydra.sweep.dir=there"], "set hydra.sweep.dir twice"),
+        (["seed=1,2", "seed=3,4"], "set seed twice"),
+        (["recipe=stdlib_gpt", "recipe=digits_mlp", "seed=1,2"], "set recipe twice"),
     ],
 )  # fmt: skip
 def test_mistake_is_told_in_one_line_before_the_first_job(

@@ -186,6 +186,10 @@ def test_an_epoch_without_enough_steps_is_an_error(monkeypatch: pytest.MonkeyPat
         (["model.hidden_size=0"], "hidden_size=0"),
         (["--fast"], "there is no option --fast"),
         (["recipe=digits"], "Did you mean digits_mlp?"),
+        (["steps=3", "steps=9"], "'steps=3' and 'steps=9' set steps twice"),
+        (["dtype=float32", "dtype=float64"], "set dtype twice"),
+        (["data.global_batch_size=8", "data.global_batch_size=16"], "set data.global_batch_size twice"),
+        (["recipe=stdlib_gpt", "recipe=digits_mlp"], "set recipe twice"),
     ],
 )
 def test_mistake_is_told_in_one_line_before_any_process_starts(
@@ -196,7 +200,8 @@ def test_mistake_is_told_in_one_line_before_any_process_starts(
 
     monkeypatch.setattr(verify, "fork_ranks", never)
     start = time.monotonic()
-    assert main(["verify", "recipe=digits_mlp", *arguments]) == 2
+    recipe = [] if arguments[0].startswith("recipe=") else ["recipe=digits_mlp"]
+    assert main(["verify", *recipe, *arguments]) == 2
     assert time.monotonic() - start < 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1

@@ -134,14 +134,16 @@ def check_top_level(config: Mapping[str, Any]) -> None:
         raise ConfigError(f"seed={config['seed']} is not a whole number from 0 to {2**32 - 1}. Set seed=0, say.")
     if not config["name"] or "/" in config["name"]:
         raise ConfigError(f"name={config['name']!r} is part of a folder's name, without '/'. Set name=my_run, say.")
-    for key in ("output_dir", "run_dir"):
+    if not config["metric"].strip():
+        raise ConfigError(f"metric={config['metric']!r} is no metric's name. Set metric=val_loss, say.")
+    for key, works in (("output_dir", "runs"), ("run_dir", "runs/mine")):
+        if config[key] == "":
+            raise ConfigError(f"{key}='' is no folder. Set {key}={works}, say.")
         if is_url(config[key] or ""):
             raise ConfigError(
                 f"{key}={config[key]}, but run folders are on this machine. Set {key} to a local folder, and "
                 f"callbacks.checkpoint.dirpath={config[key]} for checkpoints there."
             )
-    if not config["output_dir"]:
-        raise ConfigError("output_dir='' is no folder. Set output_dir=runs, say.")
 
 
 def _check_node(path: str, node: Any) -> None:

@@ -14,6 +14,7 @@ import yaml
 from lightning_3d.checkpoint.places import Place, place_among
 from lightning_3d.checkpoint.plain import read_plain
 from lightning_3d.cli.build import build
+from lightning_3d.cli.config import check_once
 from lightning_3d.cli.saved_run import find_run, read_config
 from lightning_3d.cli.storage_options import add_storage_options, check_storage_options, parse_storage_options
 from lightning_3d.cli.targets import described, matches
@@ -80,6 +81,7 @@ def parse(arguments: Sequence[str]) -> Request:
     Raises:
         ConfigError: a setting that is missing or of the wrong type.
     """
+    check_once(arguments)
     kinds: Mapping[str, Any] = {
         "max_new_tokens": int,
         "temperature": float,

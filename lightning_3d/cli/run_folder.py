@@ -95,6 +95,8 @@ def check_writable(key: str, text: str) -> None:
     """
     if is_url(text):
         return
+    if not text:
+        raise ConfigError(f"{key}='' is no folder. Name one, or leave it out.")
     path = Path(text)
     there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     if not there.is_dir():

@@ -34,9 +34,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lightning_3d.checkpoint.places import is_url
 from lightning_3d.cli import run_folder
 from lightning_3d.cli.config import (
     DEFAULT_RECIPE,
+    check_once,
     closest,
     is_hydras_own,
     nodes_of,
@@ -83,6 +85,7 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
         Lightning3DError: a mistake in the call; no job has begun.
     """
+    check_once(arguments)
     recipe, lines = split_recipe(arguments)
     recipe = recipe or DEFAULT_RECIPE
     if "," in recipe:
@@ -93,11 +96,12 @@ def run(arguments: Sequence[str]) -> int:
     fixed = [override for override in overrides if override not in own and override not in varied]
     _check(own, [*varied, *fixed])
     loader, master = _master(recipe, _text(own))
+    chosen = _chosen_folder(master) if _sets(own, "hydra.sweep.dir") else None
     probes = _probes(master, loader, _text(varied))
     common = [f"recipe={recipe}", *_text(fixed)]
     # Mistakes are told before the first job, those of later jobs too.
     configs = [plan([*common, *probe]).config for probe in probes]
-    folder = Path(str(master.hydra.sweep.dir)) if _sets(own, "hydra.sweep.dir") else _new_folder(configs[0])
+    folder = chosen or _new_folder(configs[0])
     if earlier := next(folder.glob(f"*/{run_folder.CONFIG}"), None):
         raise ConfigError(f"hydra.sweep.dir={folder} holds a job of an earlier sweep ({earlier.parent}). Name another.")
     OmegaConf.update(master, "hydra.sweep.dir", str(folder))
@@ -300,6 +304,16 @@ def _first_value(override: Override) -> str:
     if override.is_discrete_sweep():
         return next(iter(override.sweep_string_iterator()))
     return str(override.value().start)  # type: ignore[union-attr]
+
+
+def _chosen_folder(master: DictConfig) -> Path:
+    text = str(master.hydra.sweep.dir)
+    if is_url(text):
+        raise ConfigError(
+            f"hydra.sweep.dir={text}, but run folders are on this machine. Set hydra.sweep.dir to a local folder."
+        )
+    run_folder.check_writable("hydra.sweep.dir", text)
+    return Path(text)
 
 
 def _new_folder(config: dict[str, Any]) -> Path:

@@ -37,7 +37,16 @@ from lightning_3d.cli.comparison import (
     fit,
     quiet_lightning,
 )
-from lightning_3d.cli.config import DEFAULT_RECIPE, closest, compose_recipe, key_of, recipes, resolve, split_recipe
+from lightning_3d.cli.config import (
+    DEFAULT_RECIPE,
+    check_once,
+    closest,
+    compose_recipe,
+    key_of,
+    recipes,
+    resolve,
+    split_recipe,
+)
 from lightning_3d.cli.job import refuse_tasks_of_slurm
 from lightning_3d.cli.targets import accepts
 from lightning_3d.errors import ConfigError, LaunchError, LayoutError
@@ -116,6 +125,7 @@ def parse(argv: Sequence[str]) -> Request:
     options = [argument for argument in argv if argument.startswith("-")]
     if options:
         raise ConfigError(f"there is no option {options[0]}. Settings are written key=value; see --help.")
+    check_once(argv)
     recipe, rest = split_recipe(argv)
     given = dict(_OPTIONS)
     overrides = []
