@@ -6,9 +6,11 @@ import os
 
 import pytest
 import yaml
+from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_3d.cli import main, run_folder, sweep, verify
-from lightning_3d.cli.check import check_layout
+from lightning_3d.cli.build import build_trainer
+from lightning_3d.cli.check import check_layout, check_parts
 from lightning_3d.cli.config import groups, recipes
 from lightning_3d.cli.job import prepare
 from lightning_3d.errors import ConfigError, LayoutError
@@ -237,3 +239,47 @@ def test_config_of_an_earlier_start_is_kept_where_there_are_no_hard_links(monkey
         run_folder.write_config(in_empty_folder, {"seed": seed}, recipe="digits_mlp", overrides=[])
     kept = [in_empty_folder / name for name in ("config.1.yaml", "config.2.yaml", "config.yaml")]
     assert [yaml.safe_load(path.read_text())["seed"] for path in kept] == [1, 2, 3]
+
+
+def recipe_with(folder, **groups):
+    """A recipe like digits_mlp whose groups are these."""
+    text = yaml.safe_dump({"defaults": [
+        "base", {"strategy": "3d"}, {"model": "digits_mlp"}, {"data": "digits"}, {"trainer": "default"},
+        {"callbacks": "default"}, {"logger": "none"}, "_self_",
+    ], "name": "mine", **groups})  # fmt: skip
+    (folder / "mine.yaml").write_text(text)
+    return "recipe=mine.yaml"
+
+
+def test_recipe_without_callbacks_makes_a_run_without_any(in_empty_folder):
+    config = prepare([recipe_with(in_empty_folder, callbacks=None), "layout=single"])[2]
+    check_parts(config)
+    trainer = build_trainer(config)
+    assert not [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)]
+
+
+@pytest.mark.parametrize("command", ["train", "verify"])
+@pytest.mark.parametrize("group", ["strategy", "model", "data", "trainer"])
+@pytest.mark.parametrize("node", [None, {"_target_": None}], ids=str)
+def test_group_that_describes_nothing_is_refused_by_name(in_empty_folder, command, group, node, capsys):
+    assert main([command, recipe_with(in_empty_folder, **{group: node})]) == 2
+    error = capsys.readouterr().err
+    assert f"{group}" in error and "describes nothing" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("filename", ["/etc/x", "../x", "sub/{step}", "{val/loss:.2f}"])
+def test_checkpoints_that_resume_would_not_find_are_refused_whatever_their_callback_is_called(
+    filename, in_empty_folder, capsys
+):
+    checkpoint = {"_target_": "lightning.pytorch.callbacks.ModelCheckpoint", "filename": filename}
+    assert main(["train", recipe_with(in_empty_folder, callbacks={"mine": checkpoint}), "layout=single"]) == 2
+    assert f"callbacks.mine.filename='{filename}'" in capsys.readouterr().err
+
+
+def test_metric_with_a_slash_names_a_checkpoint_where_its_name_is_left_out(in_empty_folder):
+    checkpoint = {
+        "_target_": "lightning.pytorch.callbacks.ModelCheckpoint",
+        "filename": "loss={val/loss:.2f}",
+        "auto_insert_metric_name": False,
+    }
+    prepare([recipe_with(in_empty_folder, callbacks={"mine": checkpoint}), "layout=single"])

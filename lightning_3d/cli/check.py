@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import logging
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -19,7 +20,7 @@ from hydra.utils import instantiate
 from lightning_3d.checkpoint.places import is_url
 from lightning_3d.cli.config import closest, nodes_of, one_line, value_at
 from lightning_3d.cli.fit import check_batch, check_end, check_lengths, check_model
-from lightning_3d.cli.targets import described, matches, parameters
+from lightning_3d.cli.targets import accepts, described, matches, parameters
 from lightning_3d.data.text import TextDataModule
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.layout import Layout
@@ -111,8 +112,6 @@ def check_config(config: Mapping[str, Any]) -> None:
     """
     check_top_level(config)
     for group in _GROUPS:
-        if group not in config:
-            raise ConfigError(f"the config has no {group}. Add it to the recipe's defaults, e.g. - {group}: ...")
         _check_node(group, config[group])
     for setting, (holds, meant, works) in _RANGES.items():
         group, _, name = setting.partition(".")
@@ -120,13 +119,34 @@ def check_config(config: Mapping[str, Any]) -> None:
             value = value_at(config, path)
             if value is not None and not holds(value):
                 raise ConfigError(f"{path}={value!r} is not {meant}. Set {path}={works}, say.")
+    for place, callback in nodes_of(config, "callbacks").items():
+        if callback.get("filename") and accepts(callback["_target_"], "dirpath"):
+            _check_filename(f"{place}.filename", callback)
+
+
+def _check_filename(path: str, callback: Mapping[str, Any]) -> None:
+    """Refuse names that lead checkpoints out of their folder, which alone is where a resumed run looks."""
+    name = callback["filename"]
+    # Of {val/loss} only the value is written where metrics' names are left out.
+    written = name if callback.get("auto_insert_metric_name", True) else re.sub(r"\{.*?\}", "", name)
+    if "/" in written:
+        raise ConfigError(
+            f"{path}={name!r} leads out of the checkpoints' folder, where resume=auto looks. Leave out '/'; for a "
+            "metric with one in its name set auto_insert_metric_name=false."
+        )
 
 
 def check_top_level(config: Mapping[str, Any]) -> None:
-    """Check the settings outside the groups."""
+    """Check the settings outside the groups, and that there is something in each group that a run cannot do without."""
     for key in config:
         if key not in _TOP_LEVEL and key not in _GROUPS:
             raise ConfigError(f"there is no setting {key}. {closest(key, [*_TOP_LEVEL, *_GROUPS])}")
+    for group in _GROUPS:
+        advice = f"Add it to the recipe's defaults, e.g. - {group}: ..."
+        if group not in config:
+            raise ConfigError(f"the config has no {group}. {advice}")
+        if group not in _SEVERAL and value_at(config, f"{group}._target_") is None:
+            raise ConfigError(f"{group} describes nothing, for it has no _target_. {advice}")
     for key, (kind, works) in _TOP_LEVEL.items():
         if not matches(config.get(key), kind):
             raise ConfigError(f"{key}={config.get(key)!r} is not {described(kind)}. Set {key}={works}, say.")
