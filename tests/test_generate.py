@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,47 @@ def test_calls_that_cannot_work_are_refused(capsys: pytest.CaptureFixture, tmp_p
     for settings in ({"prompts": "def "}, {"prompts": []}, {"every_n_validations": 0}, {"temperature": -1}):
         with pytest.raises(ConfigError):
             SampleText(**settings)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("temperature=1e-1", 0.1),
+        ("temperature=0", 0.0),
+        ("max_new_tokens=010", 10),
+        ("top_k=null", None),
+        ("top_k=5", 5),
+        ("trust=true", True),
+        ("device=cpu:0", "cpu:0"),
+    ],
+)
+def test_numbers_are_read_as_they_are_written(setting: str, value: Any) -> None:
+    assert getattr(parse(["prompt=a", setting]), setting.split("=")[0]) == value
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["temperature=["], "temperature='[' is not a number"),
+        (["temperature=nan"], "temperature=nan"),
+        (["temperature=inf"], "temperature=inf"),
+        (["max_new_tokens=1.5"], "max_new_tokens='1.5' is not a whole number"),
+        (["max_new_tokens=0x10"], "max_new_tokens='0x10' is not a whole number"),
+        (["top_k=many"], "top_k='many' is not a whole number or null"),
+        (["seed=-1"], "seed=-1 is not a whole number from 0 to"),
+        (["trust=1"], "trust='1' is not true or false"),
+        (["device=gpu"], "device='gpu'"),
+        (["device="], "device=''"),
+        (["device=meta"], "device='meta'"),
+        (["device=cuda:99"], "device='cuda:99'"),
+        (["seed=1", "seed=2"], "'seed=1' and 'seed=2' set seed twice"),
+        (["prompt=b"], "set prompt twice"),
+    ],
+    ids=str,
+)
+def test_setting_that_cannot_work_is_told_before_the_checkpoint_is_read(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse(["prompt=a", *settings])
 
 
 def refused(_: str | None) -> str:

@@ -96,7 +96,7 @@ def resolve(config: dict[str, Any]) -> dict[str, Any]:
         key = error.full_key
         value = value_at(config, key) if key else None
         raise ConfigError(
-            f"{key}={value} refers to nothing: {_first_line(error)}. Write {key}=VALUE, or a ${{key}} that there is."
+            f"{key}={value} refers to nothing: {first_line(error)}. Write {key}=VALUE, or a ${{key}} that there is."
         ) from error
 
 
@@ -271,7 +271,7 @@ def _compose(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
         with initialize_config_dir(str(file.parent), version_base="1.3", job_name="lightning-3d"):
             composed = compose(file.stem, [search_path(), *overrides])
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_first_line(error)) from error
+        raise ConfigError(first_line(error)) from error
     return OmegaConf.to_container(composed, resolve=False)  # type: ignore[return-value]
 
 
@@ -280,5 +280,5 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return str(error).strip().split("\n", 1)[0]

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-import yaml
 
 from lightning_3d.checkpoint.places import Place, place_among
 from lightning_3d.checkpoint.plain import read_plain
 from lightning_3d.cli.build import build
-from lightning_3d.cli.config import check_once
+from lightning_3d.cli.config import check_once, first_line
 from lightning_3d.cli.saved_run import find_run, read_config
 from lightning_3d.cli.storage_options import add_storage_options, check_storage_options, parse_storage_options
-from lightning_3d.cli.targets import described, matches
 from lightning_3d.errors import ConfigError
 from lightning_3d.models.generation import check_sampling, generate_tokens, longest_input
 
@@ -39,6 +37,16 @@ class Request:
     device: str = "cpu"
     config: str | None = None
     trust: bool = False
+
+
+# How the settings that are no texts are read, and what they are.
+_READ: dict[str, tuple[Callable[[str], Any], str]] = {
+    "max_new_tokens": (int, "a whole number"),
+    "temperature": (float, "a number"),
+    "top_k": (lambda text: None if text == "null" else int(text), "a whole number or null"),
+    "seed": (int, "a whole number"),
+    "trust": (lambda text: {"true": True, "false": False}[text.lower()], "true or false"),
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -82,25 +90,33 @@ def parse(arguments: Sequence[str]) -> Request:
         ConfigError: a setting that is missing or of the wrong type.
     """
     check_once(arguments)
-    kinds: Mapping[str, Any] = {
-        "max_new_tokens": int,
-        "temperature": float,
-        "top_k": int | None,
-        "seed": int,
-        "trust": bool,
-    }
     given: dict[str, Any] = {}
     for argument in arguments:
         name, _, text = argument.partition("=")
-        # The prompt is a text whatever it looks like.
-        given[name] = yaml.safe_load(text) if name in kinds else text
-        if name in kinds and not matches(given[name], kinds[name]):
-            raise ConfigError(f"{name}={text!r} is not {described(kinds[name])}.")
+        read, meant = _READ.get(name, (str, "text"))
+        try:
+            given[name] = read(text)
+        except (KeyError, ValueError) as error:
+            raise ConfigError(f"{name}={text!r} is not {meant}.") from error
     if not given.get("prompt"):
         raise ConfigError("there is no prompt to go on from. Write prompt='def ', say.")
     request = Request(**given)
     check_sampling(count=request.max_new_tokens, temperature=request.temperature, top_k=request.top_k)
+    if not 0 <= request.seed < 2**64:
+        raise ConfigError(f"seed={request.seed} is not a whole number from 0 to {2**64 - 1}. Set seed=0, say.")
+    _check_device(request.device)
     return request
+
+
+def _check_device(name: str) -> None:
+    """Refuse a device that holds no numbers here, before a checkpoint is read for it."""
+    try:
+        torch.zeros((), device=name).item()
+    except Exception as error:
+        known = "cpu, cuda, cuda:1" if torch.cuda.is_available() else "cpu"
+        raise ConfigError(
+            f"device={name!r} cannot be computed on here: {first_line(error)}. Set device to one like {known}."
+        ) from error
 
 
 def generate(checkpoint: Place, config: Mapping[str, Any], request: Request) -> str:

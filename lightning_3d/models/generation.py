@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -63,8 +64,10 @@ def check_sampling(*, count: int, temperature: float, top_k: int | None) -> None
     """
     if count < 1:
         raise ConfigError(f"max_new_tokens={count} is less than one. Set max_new_tokens=64, say.")
-    if temperature < 0:
-        raise ConfigError(f"temperature={temperature} is below 0. Set 0 for the likeliest token, 0.8 for some variety.")
+    if not 0 <= temperature < math.inf:
+        raise ConfigError(
+            f"temperature={temperature} is not a number from 0 on. Set 0 for the likeliest token, 0.8 for some variety."
+        )
     if top_k is not None and top_k < 1:
         raise ConfigError(f"top_k={top_k} is less than one. Set top_k=50, or null for all tokens.")
 
