@@ -133,10 +133,6 @@ class Layout:
         return f"Set data_parallel_size={world_size // other} or 'auto', or start {product} processes."
 
     @property
-    def is_resolved(self) -> bool:
-        return all(getattr(self, field) != "auto" for field in _SIZES)
-
-    @property
     def world_size(self) -> int:
         return self.data * self.tensor * self.pipeline
 

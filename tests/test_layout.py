@@ -39,7 +39,6 @@ NAMES = ["-".join(filter(None, axes)) for axes in product(DATA_AXES, TENSOR_AXES
 @pytest.mark.parametrize("name", [name or "single" for name in NAMES])
 def test_a_parsed_name_is_the_layout_s_own_name(name: str) -> None:
     layout = Layout.parse(name)
-    assert layout.is_resolved
     assert layout.world_size == size_of(name)
     assert layout.data == layout.replicas * layout.data_parallel_shards
     assert layout.name == name.replace("zero0x", "dp")
@@ -97,7 +96,6 @@ def test_a_name_outside_the_grammar_is_refused(name: str) -> None:
 )
 def test_auto_takes_the_processes_that_are_left(settings: Any, world_size: int, field: str, size: int) -> None:
     layout = Layout(**settings)
-    assert not layout.is_resolved
     with pytest.raises(LayoutError, match="resolve"):
         _ = layout.world_size
     resolved = layout.resolve(world_size)
