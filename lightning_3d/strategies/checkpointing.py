@@ -29,6 +29,7 @@ from lightning_3d.strategies.mesh_strategy import MeshStrategy
 from lightning_3d.strategies.saving import dictionary, resume
 from lightning_3d.strategies.saving.averaging import leave_averages_to_strategy, refuse_whole_averages
 from lightning_3d.strategies.saving.links import Links
+from lightning_3d.strategies.saving.requeued import requeue_from_committed
 from lightning_3d.strategies.saving.selection import (
     Selection,
     agree_on_best,
@@ -190,6 +191,7 @@ class CheckpointingStrategy(MeshStrategy):
 
     def _check_callbacks(self, trainer: L.Trainer) -> None:
         refuse_whole_averages(trainer)
+        requeue_from_committed(trainer, storage_options=self._storage_options)
         pick_last_of_committed(trainer, storage_options=self._storage_options)
         self._links.take_over(trainer.checkpoint_callbacks)
         note_ckpt_path(trainer, partial(setattr, self, "_ckpt_path"))
