@@ -17,6 +17,7 @@ from training import Recorder, ordered, run, trainer_for, whole_weights
 from lightning_3d import Layout
 from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.models.gpt import GPT
+from lightning_3d.strategies.saving.plain_files import check_initial_weights
 
 pytestmark = pytest.mark.distributed
 
@@ -37,7 +38,7 @@ class FourBlocks(TinyGPT):
         self.register_buffer("seen", torch.full((3,), 7.0))
 
 
-def fit(layout: str | None, folder: Path, ckpt_path: Path | None, steps: int) -> dict[str, Any]:
+def fit(layout: str | None, folder: Path, ckpt_path: Path | str | None, steps: int) -> dict[str, Any]:
     """`layout` None is plain Lightning."""
     L.seed_everything(1, verbose=False)
     module, recorder = FourBlocks(lazy=True), Recorder()
@@ -78,6 +79,22 @@ def test_a_plain_ckpt_goes_on_in_any_layout(plain: tuple[Path, dict[str, Any]], 
         assert rank["norms"] == pytest.approx(expected["norms"][BEFORE:], rel=1e-9)
         for name, value in rank["weights"].items():
             assert torch.allclose(value, expected["weights"][name], rtol=0, atol=1e-9), name
+
+
+@pytest.mark.parametrize("protocol", ["file", "local"])
+def test_a_plain_ckpt_at_a_url_of_this_machine_goes_on_too(
+    plain: tuple[Path, dict[str, Any]], tmp_path: Path, protocol: str
+) -> None:
+    path, expected = plain
+    (got,) = run("single", fit, tmp_path, f"{protocol}://{path}", STEPS)
+    assert got["losses"] == pytest.approx(expected["losses"][BEFORE:], rel=1e-9)
+
+
+def test_initial_weights_may_be_at_a_url_of_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "a b.ckpt").touch()
+    assert check_initial_weights(f"file://{tmp_path}/a b.ckpt") == tmp_path / "a b.ckpt"
+    with pytest.raises(ConfigError, match="initial_weights='memory://a.ckpt' is no file .* of this machine"):
+        check_initial_weights("memory://a.ckpt")
 
 
 def weights_of(layout: str, source: Path, prefix_free: bool) -> dict[str, Any]:

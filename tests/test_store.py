@@ -300,6 +300,12 @@ def test_leftovers_are_not_picked(tmp_path: Path, missing: str) -> None:
     assert store.committed(tmp_path / "nowhere") == []
 
 
+def test_a_file_is_no_folder_of_ours_and_is_told_where_it_serves(tmp_path: Path) -> None:
+    (tmp_path / "plain.ckpt").touch()
+    with pytest.raises(CheckpointError, match=r"plain.ckpt is one file, no folder .* ckpt_path=.*initial_weights="):
+        store.require_committed(tmp_path / "plain.ckpt")
+
+
 @pytest.mark.parametrize("found", [2, "next"])
 def test_a_later_format_is_refused_and_none_is_the_first(tmp_path: Path, found: Any) -> None:
     save(tmp_path / "step=1", 1.0)

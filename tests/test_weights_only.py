@@ -79,6 +79,21 @@ def test_weights_at_a_url_are_not_advised_as_initial_weights() -> None:
     assert "memory://weights.ckpt holds weights only" in told and "initial_weights='its copy on this machine'" in told
 
 
+def file_url_is_refused(layout: str, path: Path) -> str:
+    trainer = trainer_for(layout, max_steps=1)
+    train, _ = loaders(layout)
+    trainer.fit(TinyGPT(lazy=True), train)
+    trainer.save_checkpoint(path, weights_only=True)
+    with pytest.raises(CheckpointError) as caught:
+        trainer_for(layout, max_steps=4).fit(TinyGPT(lazy=True), train, ckpt_path=f"file://{path}")
+    return str(caught.value)
+
+
+def test_weights_at_a_url_of_this_machine_are_advised_by_their_path(tmp_path: Path) -> None:
+    (told,) = run("single", file_url_is_refused, tmp_path / "weights.ckpt")
+    assert f"initial_weights='{tmp_path}/weights.ckpt'" in told
+
+
 def read_for_each_run(layout: str, folder: Path) -> list[str]:
     train, val = loaders(layout)
     first = trainer_for(layout, max_steps=1)

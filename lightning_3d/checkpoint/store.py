@@ -136,7 +136,10 @@ def require_committed(path: AnyPlace) -> None:
     if where.is_whole():
         return _require_known_format(where)
     if isinstance(where, Folder) and where.path.is_file():
-        raise CheckpointError(f"{where} is one file; this strategy resumes from the folders that it saves itself.")
+        raise CheckpointError(
+            f"{where} is one file, no folder that this strategy has saved. What reads plain files is "
+            "trainer.fit(..., ckpt_path=...), to go on, and ThreeDStrategy(initial_weights=...), to start from weights."
+        )
     exists = isinstance(where, Folder) and where.path.is_dir()
     what = "is a folder but holds no whole checkpoint" if exists else "does not exist"
     beside = ", ".join(map(str, where.parent.whole()))

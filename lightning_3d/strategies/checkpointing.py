@@ -31,6 +31,7 @@ from lightning_3d.strategies.saving import dictionary, resume
 from lightning_3d.strategies.saving.averaging import leave_averages_to_strategy, refuse_whole_averages
 from lightning_3d.strategies.saving.links import Links
 from lightning_3d.strategies.saving.names import keep_names_apart
+from lightning_3d.strategies.saving.requeued import requeue_from_committed
 from lightning_3d.strategies.saving.selection import (
     Selection,
     agree_on_best,
@@ -222,6 +223,7 @@ class CheckpointingStrategy(MeshStrategy):
 
     def _check_callbacks(self, trainer: L.Trainer) -> None:
         refuse_whole_averages(trainer)
+        requeue_from_committed(trainer, storage_options=self._storage_options)
         pick_last_of_committed(trainer, storage_options=self._storage_options)
         note_ckpt_path(trainer, partial(setattr, self, "_ckpt_path"))
         for callback in trainer.checkpoint_callbacks:

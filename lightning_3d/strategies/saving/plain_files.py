@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.names import saved_name
 from lightning_3d.checkpoint.optimizer_state import options_of, require_shardable
+from lightning_3d.checkpoint.places import Folder, place
 from lightning_3d.checkpoint.together import together
 from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.models.weight_files import INDEX, SINGLE, open_torch_file, open_weights
@@ -28,13 +29,19 @@ if TYPE_CHECKING:
 def check_initial_weights(path: str | Path | None) -> Path | None:
     """
     Raises:
-        ConfigError: this is no path, or there is nothing at it.
+        ConfigError: this is no path, or there is nothing on this machine at it.
     """
     if path is None:
         return None
     if not isinstance(path, str | Path):
         raise ConfigError(f"initial_weights={path!r} must be a path. Set initial_weights=None to start without.")
-    found = Path(path)
+    where = place(path)
+    if not isinstance(where, Folder):
+        raise ConfigError(
+            f"initial_weights={str(path)!r} is no file or folder of this machine, from which weights are mapped. Copy "
+            "it to this machine, and give the copy's path."
+        )
+    found = where.path
     if not found.exists():
         raise ConfigError(
             f"initial_weights={str(path)!r}: there is no such file or folder, and names on a hub are not downloaded. "
@@ -107,17 +114,17 @@ def names_by_group(strategy: CheckpointingStrategy, optimizer: Optimizer) -> lis
         return mine
     ranks: list[Any] = [None] * group.size()
     dist.all_gather_object(ranks, mine, group=group)
-    place = {saved_name(name): index for index, name in enumerate(strategy.share.parameter_names)}
+    order = {saved_name(name): index for index, name in enumerate(strategy.share.parameter_names)}
     # A stage that holds a tied parameter under its second name has it out of order; the first holder tells its place.
     second = {names[p] for name, p in strategy.lightning_module.named_parameters() if name in strategy.share.aliases}
     firsts = [[name for name in part if name not in second] for part in mine]
     orders: list[Any] = [None] * group.size()
-    dist.all_gather_object(orders, [part == sorted(part, key=place.__getitem__) for part in firsts], group=group)
+    dist.all_gather_object(orders, [part == sorted(part, key=order.__getitem__) for part in firsts], group=group)
     ordered = all(one for rank in orders for one in rank)
     if not ordered or len({len(rank) for rank in ranks}) != 1:
         return None
     return [
-        sorted({name for part in parts for name in part}, key=place.__getitem__) for parts in zip(*ranks, strict=True)
+        sorted({name for part in parts for name in part}, key=order.__getitem__) for parts in zip(*ranks, strict=True)
     ]
 
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from lightning_3d.checkpoint import optimizer_state as flat_state
 from lightning_3d.checkpoint import store
 from lightning_3d.checkpoint.names import saved_name
-from lightning_3d.checkpoint.places import is_url
+from lightning_3d.checkpoint.places import Folder
 from lightning_3d.checkpoint.plain import COPIES, MODEL, OPTIMIZER, below, copy_key
 from lightning_3d.checkpoint.together import together
 from lightning_3d.errors import CheckpointError
@@ -51,16 +51,16 @@ def load(strategy: CheckpointingStrategy, path: str, *, weights_only: bool | Non
     `on_load_checkpoint` may rename or reshape them.
     """
     assert strategy.lightning_module is not None
-    if not is_url(path) and plain_files.is_plain(Path(path)):
-        return plain_files.load(strategy, Path(path), weights_only=weights_only)
-    restricted = weights_only is not False
     where = strategy.place(path)
+    if isinstance(where, Folder) and plain_files.is_plain(where.path):
+        return plain_files.load(strategy, where.path, weights_only=weights_only)
+    restricted = weights_only is not False
     store.require_committed(where)
     strategy.share.reshard()
     saved = store.saved_tensors(where)
     fitting = strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING
     if fitting and strategy.optimizers and not below(saved, OPTIMIZER):
-        local = "its copy on this machine" if "://" in path else str(where)
+        local = str(where) if isinstance(where, Folder) else "its copy on this machine"
         raise CheckpointError(
             f"{where} holds weights only (save_weights_only=True), no optimizer state to go on with. To start from "
             f"its weights, leave out ckpt_path and set ThreeDStrategy(initial_weights={local!r})."
