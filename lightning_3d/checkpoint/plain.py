@@ -61,15 +61,12 @@ def read_in_turn(
     held = 0
     for name in names:
         entry = saved[name]
-        size = 0
-        if isinstance(entry, TensorStorageMetadata):
-            size = entry.size.numel() * entry.properties.dtype.itemsize
+        size = entry.size.numel() * entry.properties.dtype.itemsize if is_tensor(entry) else 0
         if batch and held + size > batch_bytes:
             store.read_tensors(path, batch, weights_only=weights_only)
             yield from batch.items()
             batch, held = {}, 0
-        room = isinstance(entry, TensorStorageMetadata)
-        batch[name] = torch.empty(entry.size, dtype=entry.properties.dtype) if room else None
+        batch[name] = torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor(entry) else None
         held += size
     if batch:
         store.read_tensors(path, batch, weights_only=weights_only)

@@ -30,7 +30,11 @@ from lightning_3d.checkpoint.together import alone, together
 from lightning_3d.checkpoint.writing import EXTRA, FORMAT, Contents, packed, rank_file, write
 from lightning_3d.errors import CheckpointError
 
-__all__ = ["EXTRA", "METADATA", "SUMMARY"]
+__all__ = [
+    "EXTRA", "METADATA", "SUMMARY", "AnyPlace", "committed", "is_committed", "link", "load_extra", "load_rank_state",
+    "load_tensors", "newest", "put_back", "read_tensors", "remove", "require_committed", "save", "saved_tensors",
+    "set_aside_leftovers", "summary",
+]  # fmt: skip
 
 AnyPlace = str | os.PathLike[str] | Place
 

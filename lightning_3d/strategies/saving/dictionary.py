@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.checkpoint import optimizer_state as flat_state
 from lightning_3d.checkpoint.names import saved_name
-from lightning_3d.checkpoint.plain import copy_key
+from lightning_3d.checkpoint.plain import MODEL, OPTIMIZER, copy_key
 from lightning_3d.checkpoint.random_state import random_state
 from lightning_3d.checkpoint.writing import FORMAT, Contents, packed
 from lightning_3d.errors import CheckpointError
@@ -30,7 +30,7 @@ def contents(strategy: CheckpointingStrategy, checkpoint: dict[str, Any]) -> Con
         CheckpointError: there are parts of sharded tensors in the rest, of which rank 0's alone would be kept.
     """
     strategy.share.reshard()
-    state = {f"model.{saved_name(key)}": value for key, value in checkpoint.pop("state_dict").items()}
+    state = {f"{MODEL}{saved_name(key)}": value for key, value in checkpoint.pop("state_dict").items()}
     # Callbacks that average weights keep two of each.
     for key in copies_in(strategy, checkpoint):
         state.update({copy_key(key, saved_name(name)): value for name, value in checkpoint.pop(key).items()})
@@ -45,7 +45,7 @@ def contents(strategy: CheckpointingStrategy, checkpoint: dict[str, Any]) -> Con
     # And the order of their parameters, which is how plain Lightning names them.
     checkpoint["optimizer_parameters"] = [plain_files.names_by_group(strategy, one) for one in strategy.optimizers]
     for index, flat in enumerate(checkpoint.pop("optimizer_states", [])):
-        state.update({f"optimizer.{index}.{key}": value for key, value in flat.items()})
+        state.update({f"{OPTIMIZER}{index}.{key}": value for key, value in flat.items()})
     for key, value in [*checkpoint.items(), *state.items()]:
         if key not in state or not isinstance(value, torch.Tensor):
             _refuse_parts(value, key)

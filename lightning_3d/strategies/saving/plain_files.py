@@ -20,7 +20,13 @@ from lightning_3d.models.weight_files import INDEX, SINGLE, open_torch_file, ope
 from lightning_3d.parallel.local import local_tensor, part_like
 from lightning_3d.strategies.saving.copies import parts_of_copies
 from lightning_3d.strategies.saving.saved_groups import require_as_many
-from lightning_3d.strategies.saving.weights import by_own_names, found_within, load_weights_, parameter_names
+from lightning_3d.strategies.saving.weights import (
+    by_own_names,
+    found_within,
+    held_by_second_name,
+    load_weights_,
+    parameter_names,
+)
 
 if TYPE_CHECKING:
     from lightning_3d.strategies.checkpointing import CheckpointingStrategy
@@ -116,7 +122,7 @@ def names_by_group(strategy: CheckpointingStrategy, optimizer: Optimizer) -> lis
     dist.all_gather_object(ranks, mine, group=group)
     order = {saved_name(name): index for index, name in enumerate(strategy.share.parameter_names)}
     # A stage that holds a tied parameter under its second name has it out of order; the first holder tells its place.
-    second = {names[p] for name, p in strategy.lightning_module.named_parameters() if name in strategy.share.aliases}
+    second = held_by_second_name(strategy)
     firsts = [[name for name in part if name not in second] for part in mine]
     orders: list[Any] = [None] * group.size()
     dist.all_gather_object(orders, [part == sorted(part, key=order.__getitem__) for part in firsts], group=group)

@@ -13,13 +13,12 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_3d.checkpoint import optimizer_state as flat_state
 from lightning_3d.checkpoint import store
 from lightning_3d.checkpoint.names import saved_name
 from lightning_3d.checkpoint.places import Folder
-from lightning_3d.checkpoint.plain import COPIES, MODEL, OPTIMIZER, below, copy_key
+from lightning_3d.checkpoint.plain import COPIES, MODEL, OPTIMIZER, below, copy_key, is_tensor
 from lightning_3d.checkpoint.together import together
 from lightning_3d.errors import CheckpointError
 from lightning_3d.strategies.saving import plain_files
@@ -136,7 +135,7 @@ def _model_room(module: nn.Module, saved: Mapping[str, Any], *, elsewhere: Colle
     for key, entry in saved.items():
         if key in others:
             continue
-        if not isinstance(entry, TensorStorageMetadata):
+        if not is_tensor(entry):
             room[key] = None
         elif getattr(own.get(key), "shape", None) == entry.size:
             room[key] = own[key]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.strategies.saving.weights import parameter_names
+from lightning_3d.strategies.saving.weights import held_by_second_name, parameter_names
 
 if TYPE_CHECKING:
     from lightning_3d.strategies.checkpointing import CheckpointingStrategy
@@ -22,11 +22,9 @@ def agree_on_tied_groups(strategy: CheckpointingStrategy) -> None:
     Raises:
         ConfigError: stages have unlike numbers of groups.
     """
-    module = strategy.lightning_module
-    assert module is not None
     group = strategy.mesh["pp"].get_group()
     names = parameter_names(strategy)
-    second = {names[parameter] for name, parameter in module.named_parameters() if name in strategy.share.aliases}
+    second = held_by_second_name(strategy)
     mine = {
         names[parameter]: (which, index)
         for which, optimizer in enumerate(strategy.optimizers)

@@ -68,6 +68,13 @@ def parameter_names(strategy: CheckpointingStrategy) -> dict[torch.Tensor, str]:
     return {parameter: saved_name(aliases.get(name, name)) for name, parameter in named}
 
 
+def held_by_second_name(strategy: CheckpointingStrategy) -> set[str]:
+    """What tied parameters are saved as that this rank has under another name: their first is on another stage."""
+    assert strategy.lightning_module is not None
+    aliases = strategy.share.aliases
+    return {saved_name(aliases[name]) for name, _ in strategy.lightning_module.named_parameters() if name in aliases}
+
+
 def names_of_whole(strategy: CheckpointingStrategy) -> dict[str, str]:
     """Names of the whole model's state, by what they are saved as."""
     assert strategy.lightning_module is not None
