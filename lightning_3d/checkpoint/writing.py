@@ -87,7 +87,7 @@ def write(place: Place, contents: Contents, *, group: dist.ProcessGroup | None =
     def write_tensors() -> None:
         # Copies of one tensor come from the lowest rank, so that buffers belong to one another.
         # A list or dictionary is one entry: its parts would have names of their own, which nobody asks for.
-        # So would the copy that torch makes of it to look for sharded tensors of a kind that we have not.
+        # torch's search for sharded tensors of an older kind would build it anew, without what is empty in it.
         planner = DefaultSavePlanner(
             flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
         )
