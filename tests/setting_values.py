@@ -103,7 +103,7 @@ EVERY_RUN: dict[str, Values] = {
     "callbacks.checkpoint.every_n_train_steps": whole(1, 1, 50, null=True),
     "callbacks.checkpoint.save_on_exception": flag(),
     "callbacks.stragglers.factor": real(("1.5", "2"), ("1", "0", "-1.5")),
-    "callbacks.stragglers.window": whole(1, 1, 5),
+    "callbacks.stragglers.window": whole(1, 1, 8),
     "callbacks.learning_rate.logging_interval": choice("step", "epoch", null=True),
     "callbacks.gradient_norm.norm_type": real(("1", "2.0", "inf"), ("0", "-1.0")),
     "callbacks.progress.refresh_rate": whole(0, 0, 1, 10),
