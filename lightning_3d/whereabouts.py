@@ -25,7 +25,7 @@ class Whereabouts:
         waits: how often it did, `waited_seconds` how long in all.
         loading_since: on the same clock, when the next batch was asked for; `waited_before_loading` is
             `waited_seconds` at that time.
-        failure: what the run of this process died of, in one line.
+        failure: what the run of this process died of, in one line; `failed_in` is where it was then, in words.
     """
 
     phase: str = "start"
@@ -42,6 +42,7 @@ class Whereabouts:
     loading_since: float | None = None
     waited_before_loading: float = 0.0
     failure: str = ""
+    failed_in: str = ""
 
     def enter(self, phase: str, *, batch: int | None = None, bounded: bool = False) -> None:
         """A phase begins, or its next batch, which is bounded."""
@@ -70,6 +71,13 @@ class Whereabouts:
             raise
         go_back()
         return result
+
+    def fail(self, failure: str, *, where: str | None = None) -> None:
+        """The run of this process dies, here or at `where`, unless it does so already."""
+        if not self.failure:
+            # Read by another thread: no failure is without its place.
+            self.failed_in = where or self.describe()
+            self.failure = failure
 
     def describe(self) -> str:
         """

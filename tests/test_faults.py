@@ -114,6 +114,8 @@ def test_fault_ends_real_processes_too(launcher: list[str], fault: Fault, tmp_pa
     tellings = told.count(f"rank {fault.rank} of 4 {what}") + told.count(f"{name} of 4 {what}")
     by_torchrun = f"rank      : {fault.rank} (local_rank: {fault.rank})\n  exitcode  : -9" in told
     assert tellings == 1 or (launcher and tellings == 0 and by_torchrun), told
+    if fault.kind == "exception":
+        assert f"{what}; it was in {PLACES[fault.phase]}" in told, told
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from lightning_3d.strategies.processes import attempts, hang_report, watchdog
 from lightning_3d.strategies.processes.board import Board, Post
 from lightning_3d.strategies.processes.listening import Listener
 from lightning_3d.strategies.processes.stopping import AgreedStop
+from lightning_3d.strategies.processes.supervise import write_report
 from lightning_3d.strategies.processes.watchdog import Watchdog
 from lightning_3d.whereabouts import HERE
 
@@ -122,6 +123,19 @@ def test_verdict_comes_although_telling_fails(fault: str, tmp_path: Path, monkey
     with pytest.raises(Left):
         found.look()
     assert Board(tmp_path).said("verdict") is not None
+
+
+def test_failed_rank_is_told_with_the_place_of_its_error_however_late(tmp_path: Path, capfd: object) -> None:
+    found = dog(tmp_path)
+    write_report("ValueError: the cause")
+    found.fail("ValueError")
+    post = Board(tmp_path).read(0)
+    assert post is not None and post.failure == "ValueError: the cause"
+    HERE.enter("teardown")
+    found.close(done=False)
+    assert found.tell_of_failure()
+    told = capfd.readouterr().err  # type: ignore[attr-defined]
+    assert told == "rank 0 of 2 raised ValueError: the cause; it was in training, batch 3.\n"
 
 
 def test_next_rank_judges_where_the_first_to_notice_is_gone(tmp_path: Path, capfd: object) -> None:

@@ -46,7 +46,7 @@ class Post:
         waiting: whether the main thread waits for other ranks.
         awaits: ranks that a pipeline's action needs.
         sequence: collectives begun, by group; a member whose number is lower has not come to the last one.
-        failure: what its run died of, in one line.
+        failure: what its run died of, in one line; `failed_in` is where it was then.
         done: its run has ended, well or as agreed.
         host: its `MACHINE`; others cannot see its processes.
         vote: see `AgreedStop`.
@@ -63,6 +63,7 @@ class Post:
     awaits: tuple[int, ...] = ()
     sequence: Mapping[str, int] = field(default_factory=dict)
     failure: str = ""
+    failed_in: str = ""
     done: bool = False
     vote: int | None = None
     host: str = ""

@@ -355,7 +355,7 @@ def write_report(
     Args:
         where: it was when that happened; None means now.
     """
-    HERE.failure = HERE.failure or summary
+    HERE.fail(summary, where=where)
     target = path or os.environ.get(REPORT_VARIABLE)
     if target:
         report = {"time": time.monotonic(), "error": summary, "traceback": details, "where": where or HERE.describe()}

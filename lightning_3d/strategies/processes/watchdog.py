@@ -101,6 +101,13 @@ class Watchdog(threading.Thread):
         self._coordinates, self._stages = coordinates, stages
         self._post()
 
+    def fail(self, failure: str) -> None:
+        """This rank's run dies of that, or of what is known already; the others hear it before it unwinds."""
+        # It may be an effect of a killed rank, and torchrun ends this one before its watchdog looks again.
+        self.tell_of_failure()
+        HERE.fail(failure)
+        self._post()
+
     def close(self, *, done: bool) -> None:
         """No more watching; tells the others how this rank's run has ended."""
         if not self._ended.is_set():
@@ -166,6 +173,7 @@ class Watchdog(threading.Thread):
                 awaits=tuple(self._stages.get(HERE.awaits, ())) if HERE.awaits is not None else (),
                 sequence=sequence,
                 failure=HERE.failure,
+                failed_in=HERE.failed_in,
                 done=done,
                 vote=self._stop_agreement.vote,
                 host=MACHINE,
@@ -206,10 +214,10 @@ class Watchdog(threading.Thread):
             and supervised_folder() is None
             and self._board.claim("told")
         ):
-            reason = f"raised {first.failure}" if first.failure else "was killed"
-            print(
-                f"{first.name} of {self._world_size} {reason}; last seen in {first.where}.", file=sys.stderr, flush=True
-            )
+            told = f"was killed; last seen in {first.where}"
+            if first.failure:
+                told = f"raised {first.failure}; it was in {first.failed_in}"
+            print(f"{first.name} of {self._world_size} {told}.", file=sys.stderr, flush=True)
         return first is not None
 
     def _failed(self) -> Post | None:

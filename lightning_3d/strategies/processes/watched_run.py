@@ -182,9 +182,7 @@ class WatchedRun:
         if self._stop.agreed:
             self._callbacks.insert(0, self._keeper)
             return
-        # It may be an effect of a killed rank, and torchrun ends this one before its watchdog looks again.
-        self._watchdog.tell_of_failure()
-        HERE.failure = HERE.failure or type(error).__name__
+        self._watchdog.fail(type(error).__name__)
         if self._world_size == 1:
             return
         # All ranks write a checkpoint together, and this error may be one rank's alone.
