@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,21 @@ def test_signal_in_the_last_validation_is_not_lost(layout: str, sig: str, code: 
     end = Job(body, how="script", folder=tmp_path, world_size=int(layout[-1])).wait(seconds=90)
     assert end.code == code and end.alive == [], end.errors
     assert "Traceback" not in end.errors, end.errors
+
+
+class Warns(L.Callback):
+    def setup(self, *_: object, **__: object) -> None:
+        # Not to pytest.
+        warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)
+
+
+# In a hook of the module, and where no handler is there any more.
+@pytest.mark.parametrize("phase", ["setup", "teardown"])
+def test_interrupt_outside_of_training_is_no_failure_of_a_rank(phase: str, tmp_path: Path) -> None:
+    end = ended(Fault(phase, -1, "SIGINT"), tmp_path, callbacks=[Warns(), saving(tmp_path)])
+    assert end.code == 1 and end.alive == [], end.errors
+    assert "Traceback" not in end.errors and "of 2" not in end.errors, end.errors
+    assert "save_on_exception=True is not saved: Ctrl-C" in end.errors
 
 
 def test_signal_ends_one_process_with_its_code_and_a_checkpoint(tmp_path: Path) -> None:

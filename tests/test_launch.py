@@ -384,6 +384,14 @@ def test_script_whose_rank_dies_after_rank_zero_is_done_does_not_end_well(tmp_pa
     assert "rank 1 of 2 ended with exit code 7" in errors
 
 
+def test_interrupt_after_a_run_is_no_failure_of_a_rank(tmp_path):
+    script = start_script(tmp_path, "def body(rank): os.kill(os.getpid(), signal.SIGINT)")
+    _, errors = script.communicate(timeout=180)
+    assert script.returncode in (-signal.SIGINT, 128 + signal.SIGINT), errors
+    assert "KeyboardInterrupt" in errors
+    assert "sys.excepthook" not in errors and "of 2" not in errors, errors
+
+
 def test_killed_script_leaves_no_rank_behind(tmp_path):
     script = start_script(tmp_path, "def body(rank): time.sleep(60)")
     pids = noted_pids(tmp_path, 2)

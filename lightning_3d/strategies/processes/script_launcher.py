@@ -50,6 +50,8 @@ class ScriptLauncher(_Launcher):
     _children: list[subprocess.Popen] = []
     _guardian: Guardian | None = None
     _failed = False
+    # By Ctrl-C where no handler of ours was, or a second one: what ranks fail of from then on is its effect.
+    _interrupted = False
     # By which signal all ranks end at an agreed place; see `supervise.Ranks.failure`.
     _stopped_by: list[int] = []
     # The first, before its peers are ended and fail in their turn.
@@ -85,7 +87,7 @@ class ScriptLauncher(_Launcher):
         if self.num_processes > 1 and not environment.creates_processes_externally:
             self._start_children()
         _report_uncaught_exceptions()
-        self.failed = False
+        self.failed = ScriptLauncher._interrupted = False
         try:
             with supervise.report_errors():
                 result = function(*args, **kwargs)
@@ -94,7 +96,7 @@ class ScriptLauncher(_Launcher):
         except BaseException as error:
             self.failed = True
             self.on_failure(error)
-            ScriptLauncher._failed = True
+            ScriptLauncher._note(error)
             raise
         self.on_success()
         return result
@@ -103,6 +105,11 @@ class ScriptLauncher(_Launcher):
     def stopped(cls, sig: int) -> None:
         """All ranks end by this signal: that is no failure of theirs."""
         cls._stopped_by.append(sig)
+
+    @classmethod
+    def _note(cls, error: BaseException) -> None:
+        cls._failed = True
+        cls._interrupted = isinstance(error, KeyboardInterrupt) and not cls._stopped_by
 
     @classmethod
     def dismiss_guardian(cls) -> None:
@@ -180,9 +187,10 @@ def _report_uncaught_exceptions() -> None:
         return
 
     def note(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        ScriptLauncher._failed = True
+        ScriptLauncher._note(error)
         before(kind, error, trace)
-        with contextlib.suppress(Exception), supervise.report_errors():
+        # Ctrl-C is no Exception, and reported by nobody.
+        with contextlib.suppress(type(error)), supervise.report_errors():
             raise error
 
     note.reports = True  # type: ignore[attr-defined]
@@ -195,7 +203,7 @@ def _watch_children(ranks: supervise.Ranks, done: threading.Event, world_size: i
         failure = ranks.failure(stopped_by=ScriptLauncher._stopped_by)
         if failure is None or done.is_set():
             continue
-        ScriptLauncher._failure = failure
+        ScriptLauncher._failure = None if ScriptLauncher._interrupted else failure
         supervise.end(ScriptLauncher._children, grace_seconds=supervise.FAILURE_GRACE_SECONDS)
         if not done.wait(UNWIND_SECONDS):
             own = failure.traceback if failure.rank == ranks.first_rank else ""
@@ -207,7 +215,8 @@ def _exit(failure: Failure, *, world_size: int, before: str = "") -> None:
     def say() -> None:
         if before:
             print(before, file=sys.stderr)
-        tell(failure, world_size=world_size, log=None)
+        if ScriptLauncher._failure is not None or not ScriptLauncher._interrupted:
+            tell(failure, world_size=world_size, log=None)
 
     try:
         attempt(say, seconds=2.0)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -186,9 +187,10 @@ class WatchedRun:
         if self._world_size == 1:
             return
         # All ranks write a checkpoint together, and this error may be one rank's alone.
-        self._unwind_alone(_not_saved)
+        why = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else _ALONE
+        self._unwind_alone(partial(_not_saved, why))
         if self._unsaved:
-            _not_saved("the checkpoint of save_on_exception=True")
+            _not_saved(why, "the checkpoint of save_on_exception=True")
 
     def _succeeded(self) -> None:
         """
@@ -230,12 +232,20 @@ class WatchedRun:
             shutil.rmtree(self._own_folder, ignore_errors=True)
 
 
-def _not_saved(filepath: Any, *_: Any, **__: Any) -> None:
+# Why there is no checkpoint.
+_ALONE = (
+    " after an error that one rank alone may have: a checkpoint is written by all ranks together. After SIGTERM and "
+    "Ctrl-C it is. Set ModelCheckpoint(every_n_train_steps=...) for other errors."
+)
+_INTERRUPTED = (
+    ": Ctrl-C came outside of training, or once more, and ended each rank where it was. A checkpoint is written by all "
+    "ranks together."
+)
+
+
+def _not_saved(why: str, filepath: Any, *_: Any, **__: Any) -> None:
     """Stands for Trainer.save_checkpoint."""
-    rank_zero_warn(
-        f"{filepath} is not saved after an error that one rank alone may have: a checkpoint is written by all ranks "
-        "together. After SIGTERM and Ctrl-C it is. Set ModelCheckpoint(every_n_train_steps=...) for other errors."
-    )
+    rank_zero_warn(f"{filepath} is not saved{why}")
 
 
 class _KeepsSignals(L.Callback):
