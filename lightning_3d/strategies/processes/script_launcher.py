@@ -188,7 +188,8 @@ def _report_uncaught_exceptions() -> None:
 
     def note(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         ScriptLauncher._note(error)
-        before(kind, error, trace)
+        with contextlib.suppress(KeyboardInterrupt):
+            before(kind, error, trace)
         # Ctrl-C is no Exception, and reported by nobody.
         with contextlib.suppress(type(error)), supervise.report_errors():
             raise error
@@ -203,7 +204,7 @@ def _watch_children(ranks: supervise.Ranks, done: threading.Event, world_size: i
         failure = ranks.failure(stopped_by=ScriptLauncher._stopped_by)
         if failure is None or done.is_set():
             continue
-        ScriptLauncher._failure = None if ScriptLauncher._interrupted else failure
+        ScriptLauncher._failure = None if _interrupted() else failure
         supervise.end(ScriptLauncher._children, grace_seconds=supervise.FAILURE_GRACE_SECONDS)
         if not done.wait(UNWIND_SECONDS):
             own = failure.traceback if failure.rank == ranks.first_rank else ""
@@ -211,11 +212,16 @@ def _watch_children(ranks: supervise.Ranks, done: threading.Event, world_size: i
         return
 
 
+def _interrupted() -> bool:
+    # Python notes an exception before it calls the hook for it: torch's, and then ours, which Ctrl-C may interrupt.
+    return ScriptLauncher._interrupted or isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
+
+
 def _exit(failure: Failure, *, world_size: int, before: str = "") -> None:
     def say() -> None:
         if before:
             print(before, file=sys.stderr)
-        if ScriptLauncher._failure is not None or not ScriptLauncher._interrupted:
+        if ScriptLauncher._failure is not None or not _interrupted():
             tell(failure, world_size=world_size, log=None)
 
     try:
