@@ -124,6 +124,17 @@ def test_optuna_goes_on_after_a_failed_trial_and_names_the_best(
     assert yaml.safe_load(Path("here/optimization_results.yaml").read_text())["best_value"] == best
 
 
+def test_result_of_any_number_is_json_and_read_as_it_was(tmp_path: Path) -> None:
+    metrics = {"val_loss": float("nan"), "high": float("inf"), "low": float("-inf"), "accuracy": 0.5}
+    run_folder.write_result(tmp_path, global_step=3, metrics=metrics)
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    json.loads((tmp_path / "result.json").read_text(), parse_constant=refuse)
+    assert str(run_folder.read_result(tmp_path)) == str({"global_step": 3, "metrics": metrics})
+
+
 def test_optuna_searches_an_interval(started: Started) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     options = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.sampler.seed=1"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import secrets
@@ -182,12 +183,16 @@ def read_overrides(folder: Path) -> tuple[str | None, list[str]]:
 
 def write_result(folder: Path, *, global_step: int, metrics: Mapping[str, float]) -> None:
     """Write what a run ended with: its steps, and the last value of each metric."""
-    _write(folder / RESULT, json.dumps({"global_step": global_step, "metrics": dict(metrics)}, indent=2) + "\n")
+    # JSON has no words for these.
+    told = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+    text = json.dumps({"global_step": global_step, "metrics": told}, indent=2, allow_nan=False)
+    _write(folder / RESULT, f"{text}\n")
 
 
 def read_result(folder: Path) -> dict[str, Any]:
     """What `write_result` wrote."""
-    return json.loads((folder / RESULT).read_text())
+    result = json.loads((folder / RESULT).read_text())
+    return {**result, "metrics": {name: float(value) for name, value in result["metrics"].items()}}
 
 
 def _write(path: Path, text: str) -> None:
