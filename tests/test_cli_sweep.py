@@ -186,7 +186,18 @@ def test_signal_that_stops_a_job_stops_the_sweep(started: Started, sig: signal.S
     started.outcome = {0.2: Outcome(128 + sig, stopped=True)}
     assert train("model.learning_rate=0.1,0.2,0.3") == 128 + sig
     assert started.rates == [0.1, 0.2]
-    assert "job 1: stopped" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "job 1: stopped" in table and "failed" not in table
+
+
+def test_ctrl_c_before_a_job_has_ranks_stops_the_sweep(started: Started, monkeypatch: Any, capsys: Any) -> None:
+    def interrupted(job: Job) -> Outcome:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep, "start", interrupted)
+    assert train("model.learning_rate=0.1,0.2") == 128 + signal.SIGINT
+    table = capsys.readouterr().out
+    assert "job 0: stopped" in table and "failed" not in table and "job 1" not in table
 
 
 def test_rank_that_something_else_ends_by_a_signal_fails_its_job_alone(started: Started, capsys: Any) -> None:

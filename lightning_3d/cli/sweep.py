@@ -53,6 +53,8 @@ from lightning_3d.errors import ConfigError, Lightning3DError
 
 # Settings that say where one run is: a sweep decides that for each of its jobs.
 _OF_ONE_RUN = ("run_dir", "resume")
+# Why a job has no value if somebody wanted an end.
+_STOPPED = "stopped"
 _HYDRA_SETTINGS = ("hydra/sweeper", "hydra.sweeper", "hydra.sweep.dir")
 
 
@@ -173,6 +175,9 @@ class _Jobs:
         arguments = [*named, *self._common, *varied]
         try:
             row.failure = self._run(arguments, row)
+        except KeyboardInterrupt:
+            row.failure = _STOPPED
+            raise
         except Exception as error:
             # What the machine does to one job, as a full disk does, it may not do to the next.
             row.failure = f"{type(error).__name__}: {one_line(error)}"
@@ -193,7 +198,7 @@ class _Jobs:
         ended = start(job)
         if ended.stopped:
             # Somebody wants an end, of the sweep too.
-            row.failure = "stopped"
+            row.failure = _STOPPED
             raise _Ended(f"the sweep was stopped in job {row.number}", ended.exit_code)
         return f"exit code {ended.exit_code}, see above" if ended.exit_code else self._take_value(row)
 
@@ -351,7 +356,8 @@ def _print(jobs: _Jobs, folder: Path) -> None:
     table.add_column(jobs.metric or "value", justify="right")
     table.add_column("folder", overflow="fold")
     for row in jobs.rows:
-        value = "failed" if row.value is None else f"{row.value:.6g}"
+        without = _STOPPED if row.failure == _STOPPED else "failed"
+        value = without if row.value is None else f"{row.value:.6g}"
         table.add_row(str(row.number), " ".join(row.overrides), value, str(row.folder))
     console.print()
     console.print(table, markup=False)
