@@ -23,6 +23,7 @@ from training import ordered
 from lightning_3d import Layout, ThreeDStrategy
 from lightning_3d.checkpoint import optimizer_state, store, writing
 from lightning_3d.strategies.processes import launch, script_launcher, supervise
+from lightning_3d.strategies.processes.orphans import die_with_parent
 
 PHASES = ("setup", "load", "forward", "schedule", "save", "validation", "teardown")
 # Of a load: what it holds, its loops and callbacks, a rank's tensors, its random states, the module's own hook, and the
@@ -312,7 +313,7 @@ def _forking(body: Callable[[], Any]) -> Any:
             def __init__(self, command: list[str], *, env: dict[str, str], stdout: Any = None, **_: Any) -> None:
                 pid = os.fork()
                 if pid == 0:
-                    supervise.die_with_parent()
+                    die_with_parent()
                     for name in list(sys.modules["signal"].Signals):
                         if name in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
                             signal.signal(name, signal.SIG_DFL if name != signal.SIGINT else signal.default_int_handler)

@@ -208,6 +208,15 @@ def test_failing_rank_is_told_and_ends_the_run(tmp_path):
     assert time.monotonic() - start < 60
 
 
+def test_error_that_all_ranks_have_is_told_once(tmp_path):
+    done = train(tmp_path, "layout=dp2", "logger=none", "model.learning_rate=1e30")
+    assert done.returncode in (1, 2)
+    assert (done.stdout + done.stderr).count("the loss is not finite") == 1, done.stderr
+    assert "NumbersError: step 1: the loss is not finite" in done.stderr
+    assert "one rank alone" not in done.stderr
+    assert "save_on_exception=True is not saved: its weights may hold the numbers" in done.stderr
+
+
 def test_ctrl_c_ends_the_run_and_every_rank(tmp_path):
     process = subprocess.Popen(
         [*TRAIN, "trainer.max_steps=-1", "logger=none", "callbacks.checkpoint.every_n_train_steps=5"],

@@ -16,7 +16,7 @@ from lightning_3d.cli import run_folder
 from lightning_3d.cli.build import build, build_trainer
 from lightning_3d.errors import Lightning3DError
 from lightning_3d.layout import Layout
-from lightning_3d.strategies.processes.supervise import report_errors
+from lightning_3d.strategies.processes.supervise import report_errors, reported
 
 
 def run(config: Mapping[str, Any]) -> None:
@@ -72,7 +72,9 @@ def main(path: str) -> int:
         with report_errors():
             run(config)
     except Lightning3DError as error:
-        print(f"error: {error}", file=sys.stderr)
+        # Else the launcher tells it, once for all ranks that have it.
+        if not reported(error):
+            print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 

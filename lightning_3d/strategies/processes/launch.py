@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 from lightning_3d.errors import LaunchError
 from lightning_3d.strategies.processes import supervise
+from lightning_3d.strategies.processes.orphans import die_with_parent
 from lightning_3d.strategies.processes.supervise import Failure, ForkedProcess
 
 T = TypeVar("T")
@@ -123,7 +124,7 @@ def _run_fork(
 ) -> NoReturn:
     code = 1
     try:
-        supervise.die_with_parent()
+        die_with_parent()
         if os.getppid() != parent:  # It ended before the kernel was asked to tell.
             os._exit(1)
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -194,7 +195,7 @@ def start_ranks(
                                 stdout=output,
                                 stderr=subprocess.STDOUT if rank else None,
                                 start_new_session=True,
-                                preexec_fn=supervise.die_with_parent,
+                                preexec_fn=die_with_parent,
                             )
                         )
                 if stopped_by:

@@ -23,6 +23,7 @@ from lightning_3d.strategies.processes import supervise
 from lightning_3d.strategies.processes.attempts import attempt, flush
 from lightning_3d.strategies.processes.guardian import Guardian
 from lightning_3d.strategies.processes.launch import free_port, rank_environment, tell
+from lightning_3d.strategies.processes.orphans import die_with_parent
 from lightning_3d.strategies.processes.supervise import Failure
 
 T = TypeVar("T")
@@ -143,7 +144,7 @@ class ScriptLauncher(_Launcher):
             variables.append(own)
         for own in variables[1:]:
             ScriptLauncher._children.append(
-                subprocess.Popen(command, env={**os.environ, **own}, preexec_fn=supervise.die_with_parent)
+                subprocess.Popen(command, env={**os.environ, **own}, preexec_fn=die_with_parent)
             )
         pids = [child.pid for child in ScriptLauncher._children]
         ScriptLauncher._guardian = Guardian(pids, folder=folder, rank=first_rank, world_size=world_size)

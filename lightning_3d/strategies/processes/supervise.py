@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -42,8 +40,6 @@ _STOPPED_CODES = (*(-number for number in _ASKING), *(128 + number for number in
 
 # Of an error, in one line; its traceback has all of it.
 _LONGEST_LINE = 1000
-
-_PR_SET_PDEATHSIG = 1
 
 
 class Process(Protocol):
@@ -333,13 +329,18 @@ def report_errors(path: str | os.PathLike[str] | None = None) -> Iterator[None]:
     except Exception as error:
         # Where one block lies in another, the inner one has told it, or has at least seen where it came from: by now
         # the run may be torn down.
-        if not getattr(error, "_lightning_3d_reported", False):
+        if not reported(error):
             where = getattr(error, "_lightning_3d_where", None) or HERE.describe()
-            told = write_report(_one_line(error), traceback.format_exc(), path=path, where=where)
+            written = write_report(_one_line(error), traceback.format_exc(), path=path, where=where)
             with contextlib.suppress(AttributeError):
                 error._lightning_3d_where = where  # type: ignore[attr-defined]
-                error._lightning_3d_reported = told  # type: ignore[attr-defined]
+                error._lightning_3d_reported = written  # type: ignore[attr-defined]
         raise
+
+
+def reported(error: BaseException) -> bool:
+    """Whether this rank's supervisor knows it."""
+    return getattr(error, "_lightning_3d_reported", False)
 
 
 def _one_line(error: BaseException) -> str:
@@ -350,7 +351,7 @@ def _one_line(error: BaseException) -> str:
 def write_report(
     summary: str, details: str = "", *, path: str | os.PathLike[str] | None = None, where: str | None = None
 ) -> bool:
-    """Say what this rank dies of: to its supervisor, if there is a place for that, which is returned, and to others.
+    """Say what this rank dies of: to its supervisor, if it can, which is returned, and to others.
 
     Args:
         where: it was when that happened; None means now.
@@ -363,7 +364,8 @@ def write_report(
         with contextlib.suppress(OSError):
             partial.write_text(json.dumps(report))
             partial.replace(target)
-    return bool(target)
+            return True
+    return False
 
 
 def _read_report(path: Path) -> dict | None:
@@ -371,30 +373,6 @@ def _read_report(path: Path) -> dict | None:
         return json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends, however that happens. Linux only; a no-op elsewhere.
-
-    It is to be called in the child, by the thread that the parent made it with.
-    """
-    if sys.platform == "linux":
-        _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-_LIBC: ctypes.CDLL | None = None
-
-
-def _libc() -> ctypes.CDLL:
-    # Loaded by the parent, so that the child between fork and exec takes no lock.
-    global _LIBC
-    if _LIBC is None:
-        _LIBC = ctypes.CDLL(None)
-    return _LIBC
-
-
-if sys.platform == "linux":
-    _libc()
 
 
 def _signal_name(number: int) -> str:

@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_3d.errors import NumbersError
 from lightning_3d.layout import Layout
 from lightning_3d.parallel.mesh import data_parallel_group
 from lightning_3d.parallel.pipeline import STAGES_PER_RANK
@@ -187,7 +188,7 @@ class WatchedRun:
         if self._world_size == 1:
             return
         # All ranks write a checkpoint together, and this error may be one rank's alone.
-        why = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else _ALONE
+        why = next((why for kind, why in _TOGETHER.items() if isinstance(error, kind)), _ALONE)
         self._unwind_alone(partial(_not_saved, why))
         if self._unsaved:
             _not_saved(why, "the checkpoint of save_on_exception=True")
@@ -237,10 +238,11 @@ _ALONE = (
     " after an error that one rank alone may have: a checkpoint is written by all ranks together. After SIGTERM and "
     "Ctrl-C it is. Set ModelCheckpoint(every_n_train_steps=...) for other errors."
 )
-_INTERRUPTED = (
-    ": Ctrl-C came outside of training, or once more, and ended each rank where it was. A checkpoint is written by all "
-    "ranks together."
-)
+_TOGETHER: dict[type[BaseException], str] = {
+    KeyboardInterrupt: ": Ctrl-C came outside of training, or once more, and ended each rank where it was. A "
+    "checkpoint is written by all ranks together.",
+    NumbersError: ": its weights may hold the numbers that the error tells of.",
+}
 
 
 def _not_saved(why: str, filepath: Any, *_: Any, **__: Any) -> None:
