@@ -208,6 +208,13 @@ def test_interrupt_outside_of_training_is_no_failure_of_a_rank(phase: str, tmp_p
     assert "save_on_exception=True is not saved: Ctrl-C" in end.errors
 
 
+def test_signal_where_no_handler_is_yet_is_told_by_who_is_left(tmp_path: Path) -> None:
+    end = ended(Fault("setup", 0, "SIGTERM"), tmp_path)
+    assert end.code == -signal.SIGTERM and end.alive == [], end.errors
+    # Whoever is left cannot know which.
+    assert "rank 0 of 2 was killed by a signal; last seen in setup" in end.errors
+
+
 def test_signal_ends_one_process_with_its_code_and_a_checkpoint(tmp_path: Path) -> None:
     end = ended(Fault("forward", 0, "SIGTERM"), tmp_path, layout="dp1", max_steps=100_000, callbacks=[saving(tmp_path)])
     assert end.code == 143, end.errors

@@ -69,7 +69,7 @@ def watch(pipe: int, folder: Path, rank: int, world_size: int, children: Sequenc
         # As the supervisors say it, of which this file may import nothing.
         place = ", ".join(f"{axis} {number}" for axis, number in last.get("coordinates", {}).items())
         where = f"; last seen in {last['where']}{f' ({place})' if place else ''}" if last else ""
-        told = f"rank {rank} of {world_size} was killed{where}. The other ranks were ended."
+        told = f"rank {rank} of {world_size} was killed by a signal{where}. The other ranks were ended."
         print(told, file=sys.stderr, flush=True)
     time.sleep(_SECONDS)
     for child in children:

@@ -214,7 +214,7 @@ class Watchdog(threading.Thread):
             and supervised_folder() is None
             and self._board.claim("told")
         ):
-            told = f"was killed; last seen in {first.where}"
+            told = f"was killed by a signal; last seen in {first.where}"
             if first.failure:
                 told = f"raised {first.failure}; it was in {first.failed_in}"
             print(f"{first.name} of {self._world_size} {told}.", file=sys.stderr, flush=True)
