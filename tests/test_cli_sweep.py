@@ -84,12 +84,16 @@ def test_groups_layouts_and_deletions_can_be_part_of_a_sweep(started: Started) -
     assert all("progress" not in job.config["callbacks"] for job in started.jobs)
 
 
-def test_failed_job_does_not_end_the_sweep_and_is_told_at_its_end(started: Started, capsys: Any) -> None:
+@pytest.mark.parametrize("batches", [[], ["hydra.sweeper.max_batch_size=1"]], ids=["one batch", "batches"])
+def test_failed_job_does_not_end_the_sweep_and_is_told_at_its_end(
+    started: Started, batches: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     started.outcome = {0.1: Outcome(1), 0.2: {"val_loss": float("nan")}}
-    assert train("model.learning_rate=0.1,0.2,0.3") == 1
+    assert train("model.learning_rate=0.1,0.2,0.3", *batches) == 1
     assert started.rates == [0.1, 0.2, 0.3]
-    table = capsys.readouterr().out
-    assert "job 0: exit code 1" in table and "job 1: val_loss=nan" in table and "0.3" in table
+    told = capsys.readouterr()
+    assert "job 0: exit code 1" in told.out and "job 1: val_loss=nan" in told.out and "0.3" in told.out
+    assert told.err.splitlines() == ["job 0: exit code 1, see above", "job 1: val_loss=nan"]
 
 
 @pytest.mark.parametrize("sweeper", ["basic", "optuna"])

@@ -109,7 +109,7 @@ def run(arguments: Sequence[str]) -> int:
     OmegaConf.update(master, "hydra.sweep.dir", str(folder))
     jobs = _Jobs(common, group=folder.name, wandb=_unnamed_wandb(configs[0], varied))
     sweeper = _sweeper(master, loader, jobs, sets_failure_rate=_sets(own, "hydra.sweeper.max_failure_rate"))
-    jobs.raises = not isinstance(sweeper, BasicSweeper)
+    jobs.raises = not _is_basic(master)
     return _run(sweeper, _text(varied), jobs, folder)
 
 
@@ -291,7 +291,7 @@ def _sweeper(master: DictConfig, loader: _VariedOnly, jobs: _Jobs, *, sets_failu
 
 def _probes(master: DictConfig, loader: _VariedOnly, varied: list[str]) -> list[list[str]]:
     """Overrides of jobs to check beforehand: all of a grid, else one with each setting's least or first value."""
-    if str(master.hydra.sweeper._target_).endswith(".BasicSweeper"):
+    if _is_basic(master):
         lines = [f"{key}={value}" for key, value in (master.hydra.sweeper.params or {}).items()]
         parsed = OverridesParser.create(config_loader=loader).parse_overrides([*lines, *varied])  # type: ignore[arg-type]
         try:
@@ -303,6 +303,11 @@ def _probes(master: DictConfig, loader: _VariedOnly, varied: list[str]) -> list[
             ) from error
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(varied)  # type: ignore[arg-type]
     return [[f"{override.get_key_element()}={_first_value(override)}" for override in parsed]]
+
+
+def _is_basic(master: DictConfig) -> bool:
+    # By name: Hydra's search for plugins runs their modules again, so that its class is not the one that is imported.
+    return str(master.hydra.sweeper._target_).endswith(".BasicSweeper")
 
 
 def _first_value(override: Override) -> str:
