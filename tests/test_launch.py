@@ -403,6 +403,27 @@ def test_interrupt_after_a_run_is_no_failure_of_a_rank(twice, tmp_path):
     assert "of 2" not in errors and (twice or "sys.excepthook" not in errors), errors
 
 
+def test_interrupt_while_rank_zero_waits_for_the_others_ends_them(tmp_path):
+    script = start_script(
+        tmp_path,
+        """
+        def body(rank):
+            if rank == "1": signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(100)
+            elif step == "test": open(os.path.join(sys.argv[1], "done"), "w")
+        """,
+    )
+    pids = noted_pids(tmp_path, 2)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "done").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1.0)
+    script.send_signal(signal.SIGINT)
+    _, errors = script.communicate(timeout=30)
+    assert script.returncode == 128 + signal.SIGINT, errors
+    assert errors == ""
+    assert_all_end(pids)
+
+
 def test_killed_script_leaves_no_rank_behind(tmp_path):
     script = start_script(tmp_path, "def body(rank): time.sleep(60)")
     pids = noted_pids(tmp_path, 2)

@@ -6,6 +6,7 @@ import atexit
 import builtins
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -235,6 +236,19 @@ def _exit(failure: Failure, *, world_size: int, before: str = "") -> None:
 
 def _end_script(ranks: supervise.Ranks, done: threading.Event, world_size: int) -> None:
     """At the first rank's end: let the others finish, but leave none behind and end with an error if one failed."""
+    try:
+        _end_ranks(ranks, done, world_size)
+    except KeyboardInterrupt:
+        # Nobody waits for them any longer.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        done.set()
+        supervise.end(ScriptLauncher._children, grace_seconds=0.0)
+        flush()
+        ScriptLauncher.dismiss_guardian()
+        os._exit(128 + signal.SIGINT)
+
+
+def _end_ranks(ranks: supervise.Ranks, done: threading.Event, world_size: int) -> None:
     failed, stopped_by = ScriptLauncher._failed, ScriptLauncher._stopped_by
     seconds = supervise.FAILURE_GRACE_SECONDS if failed and not stopped_by else supervise.EXIT_SECONDS
     deadline = time.monotonic() + seconds

@@ -199,10 +199,12 @@ class WatchedRun:
             KeyboardInterrupt, SIGTERMException: a signal came too late for a last step that all could agree on. The
                 run is done, and the script goes no further.
         """
-        error = None if self._stop.signal is None else self._stop.error()
+        error, sig = self._stop.error(), self._stop.signal
+        if sig is not None:
+            # Before all else, which a second one may interrupt.
+            ScriptLauncher.stopped(sig)
         self._close(done=True)
-        if error is not None:
-            ScriptLauncher.stopped(self._stop.signal or signal.SIGTERM)
+        if sig is not None:
             # There is nothing to save that was not, and others may not save with this rank.
             self._unwind_alone(lambda *_, **__: None)
             raise error
