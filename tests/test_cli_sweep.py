@@ -76,6 +76,12 @@ def test_values_with_equals_signs_spaces_and_commas_reach_the_job_whole(started:
     assert all(job.folder.parent.parent == Path("my runs") for job in started.jobs)
 
 
+def test_a_reference_in_a_value_is_to_the_job_s_own_settings(started: Started) -> None:
+    assert train("name=mine", "seed=3,4", "callbacks.checkpoint.filename='${name}-${seed}',x") == 0
+    names = [job.config["callbacks"]["checkpoint"]["filename"] for job in started.jobs]
+    assert names == ["mine-3", "x", "mine-4", "x"]
+
+
 def test_groups_layouts_and_deletions_can_be_part_of_a_sweep(started: Started) -> None:
     assert (
         main(["train", "-m", "recipe=digits_mlp", "logger=none,csv", "layout=dp2,zero3x2", "~callbacks.progress"]) == 0

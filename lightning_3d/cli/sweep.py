@@ -166,7 +166,9 @@ class _Jobs:
 
     def __call__(self, _: DictConfig) -> float | None:
         hydra = HydraConfig.get()
-        number, varied = int(hydra.job.num), list(hydra.overrides.task)
+        # As they were written: what they refer to is the job's.
+        varied: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+        number = int(hydra.job.num)
         row = Row(number, varied, Path(str(hydra.sweep.dir), str(hydra.sweep.subdir)))
         self.rows.append(row)
         print(f"\njob {number}: {' '.join(varied) or 'the recipe as it is'}", flush=True)
