@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -195,3 +197,48 @@ def test_finished_rank_is_no_cause() -> None:
         1: Post(rank=1, pid=1, time=now, where="teardown"),
     }
     assert hang_report.causes(posts, now=now) == [1]
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen]:
+    """A process that is stopped, as another rank may be."""
+    monkeypatch.setattr(hang_report, "SILENT_SECONDS", 0.5)
+    process = subprocess.Popen(["sleep", "300"])
+    process.send_signal(signal.SIGSTOP)
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize("why", ["verdict", "failure"])
+def test_stopped_rank_is_killed_by_who_leaves_on_its_machine(
+    why: str, stopped: subprocess.Popen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "UNWIND_SECONDS", 0.5)
+    board = Board(tmp_path)
+    board.post(Post(rank=1, pid=stopped.pid, time=1.0, host=watchdog.MACHINE))
+    found = dog(tmp_path, timeout_seconds=1000.0, world_size=3)
+    found.look()
+    if why == "verdict":
+        # By a rank of another machine.
+        board.claim("verdict")
+    else:
+        board.post(Post(rank=2, pid=1, time=1.0, host="another", failure="ValueError: no"))
+        found.look()
+    time.sleep(0.6)
+    with pytest.raises(Left):
+        found.look()
+    assert stopped.wait(timeout=5) == -signal.SIGKILL
+
+
+def test_rank_that_watches_no_more_is_not_taken_for_a_stopped_one(stopped: subprocess.Popen, tmp_path: Path) -> None:
+    board = Board(tmp_path)
+    board.post(Post(rank=1, pid=stopped.pid, time=1.0, host=watchdog.MACHINE))
+    board.leave(1)
+    found = dog(tmp_path, timeout_seconds=1000.0)
+    found.look()
+    board.claim("verdict")
+    time.sleep(0.6)
+    with pytest.raises(Left):
+        found.look()
+    assert stopped.poll() is None

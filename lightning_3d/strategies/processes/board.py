@@ -106,11 +106,13 @@ class Board:
         """The rank watches no more."""
         self._write(f"rank-{rank}.left", "")
 
+    def left(self, rank: int) -> bool:
+        return self.said(f"rank-{rank}.left") is not None
+
     def deserted(self, world_size: int) -> bool:
         """Whether no rank watches: all have left, or are dead."""
         return all(
-            self.said(f"rank-{rank}.left") is not None
-            or ((post := self.read(rank)) is not None and post.host == MACHINE and not runs(post.pid))
+            self.left(rank) or ((post := self.read(rank)) is not None and post.host == MACHINE and not runs(post.pid))
             for rank in range(world_size)
         )
 

@@ -227,12 +227,31 @@ class Watchdog(threading.Thread):
         return None
 
     def _leave(self) -> NoReturn:
+        """End this process, and those of this machine that are silent: nobody on another machine can."""
+        stopped: list[Post] = []
         try:
             flush()
+            attempt(lambda: stopped.extend(self._stopped_here()), seconds=2.0)
             attempt(self._leaving, seconds=2.0)
+            for post in stopped:
+                # It takes no other signal. It may be the launcher of this rank, which the kernel then ends as well.
+                with contextlib.suppress(OSError):
+                    os.kill(post.pid, signal.SIGKILL)
         finally:
             # The main thread hangs, so it can't be asked to go.
             os._exit(1)
+
+    def _stopped_here(self) -> list[Post]:
+        now = time.time()
+        return [
+            post
+            for post in self._heard().values()
+            if post.host == MACHINE
+            and post.rank != self._rank
+            and hang_report.silent(post, now=now)
+            and not self._board.left(post.rank)
+            and runs(post.pid)
+        ]
 
     # ------------------------------------------------------------------ hangs
 
@@ -269,6 +288,9 @@ class Watchdog(threading.Thread):
             ]
             if all(stacks_file(self._reports, rank).exists() for rank in able):
                 break
+        return self._heard()
+
+    def _heard(self) -> dict[int, Post]:
         found = self._listener.read_all()
         own = found.get(self._rank)
         # Where the disk is full, all posts are old.
@@ -285,11 +307,6 @@ class Watchdog(threading.Thread):
         if not self._claims("verdict"):
             return
         attempt(lambda: print(summary, file=sys.stderr, flush=True), seconds=2.0)
-        for post in found.values():
-            # A stopped process takes no other signal, and its peers' launcher may be that very process.
-            if post.host == MACHINE and post.pid != os.getpid() and hang_report.silent(post, now=now):
-                with contextlib.suppress(OSError):
-                    os.kill(post.pid, signal.SIGKILL)
 
 
 def _debugged(frame: FrameType | None) -> bool:
