@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from training import ordered
 
 from lightning_3d.checkpoint import store
-from lightning_3d.strategies.processes import meeting, supervise
+from lightning_3d.strategies.processes import board, meeting, supervise, watchdog
 from lightning_3d.strategies.processes.launch import free_port, start_ranks
 
 pytestmark = pytest.mark.distributed
@@ -275,16 +275,19 @@ def test_no_folder_is_left(kind: str, tmp_path: Path) -> None:
     assert left == []
 
 
-def two_machines(folder: Path, fault: Fault, *, seen: bool = True) -> list[Ended]:
+def two_machines(folder: Path, fault: Fault, *, seen: bool = True, timeout: float = 60.0) -> list[Ended]:
     """Two jobs that take each other for another machine."""
     port = str(free_port())
 
     def body(node: int) -> None:
         os.environ.update(NODE_RANK=str(node), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        watchdog.MACHINE = board.MACHINE = f"machine-{node}"
+        watchdog.HOSTNAME = f"host{node}"
         if node == 1 and not seen:
             meeting._appears = lambda folder: False
         root = folder / "shared" / "new"
-        train(fault, folder, layout="zero1x2-pp2", timeout_seconds=60, devices=2, num_nodes=2, default_root_dir=root)
+        settings = {"devices": 2, "num_nodes": 2, "default_root_dir": root}
+        train(fault, folder, layout="zero1x2-pp2", timeout_seconds=timeout, **settings)
 
     jobs = []
     for node in (0, 1):
@@ -297,6 +300,16 @@ def test_rank_of_another_machine_is_told_by_its_number_in_the_job(tmp_path: Path
     first, second = two_machines(tmp_path, Fault("forward", 3, "exception"))
     assert first.code != 0 and second.code == 1
     assert second.errors.count("rank 3 of 4 raised ValueError: the cause") == 1, second.errors
+    cause = "rank 3 (stage 1, data 1) of 4 on host1 raised ValueError: the cause; "
+    assert first.errors.count(cause) == 1 and second.errors.count(cause) == 0, first.errors
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_stopped_rank_ends_both_machines_and_is_named_on_each(rank: int, tmp_path: Path) -> None:
+    for end in two_machines(tmp_path, Fault("forward", rank, "SIGSTOP"), timeout=10.0):
+        assert end.code != 0 and end.alive == [] and end.seconds < 60
+        named = f"no progress for 10 s: rank {rank} (stage 1, data {rank % 2}) on host1 has not been heard of for"
+        assert sum(line.startswith(named) for line in end.errors.splitlines()) == 1, end.errors
 
 
 def test_root_folder_that_machines_do_not_share_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -242,3 +243,62 @@ def test_rank_that_watches_no_more_is_not_taken_for_a_stopped_one(stopped: subpr
     with pytest.raises(Left):
         found.look()
     assert stopped.poll() is None
+
+
+SUMMARY = "no progress for 9 s: rank 5 (stage 1) has not been heard of for 9 s, since training, batch 2."
+
+
+def leave(found: Watchdog) -> None:
+    with pytest.raises(Left):
+        found.look()
+
+
+def test_hang_is_told_once_on_each_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    # A rank of another machine has judged.
+    Board(tmp_path).claim("verdict", SUMMARY)
+    for machine in ("a", "b"):
+        monkeypatch.setattr(watchdog, "MACHINE", machine)
+        leave(dog(tmp_path))
+        assert capfd.readouterr().err == f"{SUMMARY}\n"
+        leave(dog(tmp_path))
+        assert capfd.readouterr().err == ""
+
+
+def test_hang_is_not_told_again_on_the_machine_of_its_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    judge = dog(tmp_path)
+    stand_still(judge, seconds=2.0)
+    leave(judge)
+    told = capfd.readouterr().err
+    assert told.startswith("no progress for 1 s: rank 0 is in training, batch 3")
+    leave(dog(tmp_path))
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(watchdog, "MACHINE", "another")
+    leave(dog(tmp_path))
+    assert capfd.readouterr().err == told
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+def test_failure_is_told_once_on_each_machine(
+    supervised: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.setattr(watchdog, "supervised_folder", lambda: tmp_path if supervised else None)
+    Board(tmp_path).post(Post(rank=1, pid=1, time=1.0, where="setup", failure="E: no", host="b", hostname="hostB"))
+    for machine in ("a", "c", "b"):
+        monkeypatch.setattr(watchdog, "MACHINE", machine)
+        # Where the rank has a supervisor, that tells it.
+        times = 0 if machine == "b" and supervised else 1
+        for _ in range(2):
+            dog(tmp_path).look()
+        told = capfd.readouterr().err
+        place = "" if machine == "b" else " on hostB"
+        assert told.count(f"rank 1 of 2{place} raised E: no; ") == told.count("\n") == times
+
+
+def test_rank_whose_connection_breaks_at_a_verdict_tells_that(tmp_path: Path, capfd: Any) -> None:
+    # The others leave, before the watchdog of this rank looks again.
+    Board(tmp_path).claim("hang")
+    Board(tmp_path).claim("verdict", SUMMARY)
+    dog(tmp_path).tell_of_failure()
+    assert capfd.readouterr().err == f"{SUMMARY}\n"

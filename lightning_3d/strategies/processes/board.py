@@ -3,7 +3,7 @@
 rank-N.where      what rank N's watchdog wrote last
 rank-N.error      what it died of, where a process of ours started it (see `supervise`)
 rank-N.left       it watches no more
-NAME              said once for all: `hang`, `verdict`, `stop`
+NAME              said once for all: `hang`, `verdict`, `stop`; or, with the machine in its name, once on each
 
 A folder that went, or a full disk, makes it mute, never an error: a run does not depend on what is said of it.
 """
@@ -22,15 +22,19 @@ from typing import Any
 
 
 def _machine() -> str:
-    """Names this machine, or this container of it: pids mean something only inside. Host names may be equal."""
+    """Names this machine, or this container of it, as a file may be named: pids mean something only inside.
+
+    Host names may be equal.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         return socket.gethostname()
 
 
 MACHINE = _machine()
+HOSTNAME = socket.gethostname()
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Post:
         sequence: collectives begun, by group; a member whose number is lower has not come to the last one.
         failure: what its run died of, in one line; `failed_in` is where it was then.
         done: its run has ended, well or as agreed.
-        host: its `MACHINE`; others cannot see its processes.
+        host: its `MACHINE`; others cannot see its processes. `hostname` is for people.
         vote: see `AgreedStop`.
     """
 
@@ -67,6 +71,7 @@ class Post:
     done: bool = False
     vote: int | None = None
     host: str = ""
+    hostname: str = ""
 
     @property
     def name(self) -> str:
@@ -80,6 +85,11 @@ class Post:
 def told(coordinates: Mapping[str, int]) -> str:
     """Coordinates in words, with a space before; nothing where there are none."""
     return f" ({', '.join(f'{axis} {place}' for axis, place in coordinates.items())})" if coordinates else ""
+
+
+def on_host(post: Post, posts: Mapping[int, Post]) -> str:
+    """A rank's machine in words, with a space before; nothing where all are on one."""
+    return f" on {post.hostname}" if len({other.host for other in posts.values()}) > 1 else ""
 
 
 class Board:

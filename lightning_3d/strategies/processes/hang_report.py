@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_3d.strategies.processes.board import Post
+from lightning_3d.strategies.processes.board import Post, on_host
 
 # A watchdog posts twice a second, on a crowded machine less often.
 SILENT_SECONDS = 4.0
@@ -53,10 +53,11 @@ def headline(posts: Mapping[int, Post], *, world_size: int, timeout_seconds: flo
     told = []
     for rank in found:
         post = posts[rank]
+        name = f"{post.name}{on_host(post, posts)}"
         if silent(post, now=now):
-            told.append(f"{post.name} has not been heard of for {now - post.time:.0f} s, since {post.where}")
+            told.append(f"{name} has not been heard of for {now - post.time:.0f} s, since {post.where}")
         else:
-            told.append(f"{post.name} is in {post.where}{_at(post)}")
+            told.append(f"{name} is in {post.where}{_at(post)}")
     return f"no progress for {timeout_seconds:g} s: {'; '.join(told)}"
 
 
@@ -86,7 +87,7 @@ def summarise(
         else:
             state = "does not wait for others: it computes, or waits for something else"
         still = post.still_seconds + max(0.0, now - post.time)
-        lines.append(f"  {post.name}: {state}; {post.where} for {still:.0f} s{_at(post)}")
+        lines.append(f"  {post.name}{on_host(post, posts)}: {state}; {post.where} for {still:.0f} s{_at(post)}")
     if details:
         lines.append(f"  stacks of all ranks: {details}")
     lines.append("  If this was no hang but slow work, set a longer timeout_seconds.")

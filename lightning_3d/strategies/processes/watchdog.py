@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from lightning_3d.strategies.processes import hang_report
+from lightning_3d.strategies.processes import failures, hang_report
 from lightning_3d.strategies.processes.attempts import attempt, flush
-from lightning_3d.strategies.processes.board import MACHINE, Board, Post, runs
+from lightning_3d.strategies.processes.board import HOSTNAME, MACHINE, Board, Post, runs
 from lightning_3d.strategies.processes.forks import UNDISTURBED
 from lightning_3d.strategies.processes.listening import Listener
 from lightning_3d.strategies.processes.signals import Signals
@@ -120,7 +120,7 @@ class Watchdog(threading.Thread):
         self._hear_signals()
         self._stop_agreement.answer()
         self._post()
-        if self._board.said("verdict") is not None:
+        if self._repeats_verdict():
             self._leave()
         self._end_with_the_job()
         if self._board.said("hang") is not None:
@@ -177,6 +177,7 @@ class Watchdog(threading.Thread):
                 done=done,
                 vote=self._stop_agreement.vote,
                 host=MACHINE,
+                hostname=HOSTNAME,
             )
             self._last = post
             self._board.post(post)
@@ -206,25 +207,20 @@ class Watchdog(threading.Thread):
             self._leave()
 
     def tell_of_failure(self) -> bool:
-        """Whether a rank has failed; the first to ask tells, unless a supervisor of ours will do it better."""
-        first = self._failed()
+        """Whether a rank has failed; the first to ask on each machine tells, unless a supervisor of ours does so."""
+        # Those who leave at a verdict break the connections of others.
+        self._repeats_verdict()
+        posts = self._listener.read_all()
+        found = failures.failed(posts, machine=MACHINE)
         if (
-            first is not None
+            found
             and self._board.said("hang") is None
-            and supervised_folder() is None
-            and self._board.claim("told")
+            # It knows its own ranks only.
+            and (supervised_folder() is None or found[0].host != MACHINE)
+            and self._board.claim(f"told-{MACHINE}")
         ):
-            told = f"was killed by a signal; last seen in {first.where}"
-            if first.failure:
-                told = f"raised {first.failure}; it was in {first.failed_in}"
-            print(f"{first.name} of {self._world_size} {told}.", file=sys.stderr, flush=True)
-        return first is not None
-
-    def _failed(self) -> Post | None:
-        for post in self._listener.read_all().values():
-            if post.failure or (not post.done and post.host == MACHINE and not runs(post.pid)):
-                return post
-        return None
+            print(failures.sentence(found[0], posts, world_size=self._world_size), file=sys.stderr, flush=True)
+        return bool(found)
 
     def _leave(self) -> NoReturn:
         """End this process, and those of this machine that are silent: nobody on another machine can."""
@@ -304,9 +300,22 @@ class Watchdog(threading.Thread):
         summary = hang_report.summarise(found, **about, details=str(self._reports))
         attempt(lambda: write_report(f"HangError: {short}"), seconds=2.0)
         attempt(lambda: (self._reports / "summary.txt").write_text(f"{summary}\n"), seconds=2.0)
-        if not self._claims("verdict"):
-            return
-        attempt(lambda: print(summary, file=sys.stderr, flush=True), seconds=2.0)
+        # Before the verdict, at which others on this machine would tell it.
+        first_here = self._claims(f"verdict-{MACHINE}")
+        self._board.claim("verdict", summary)
+        if first_here:
+            attempt(lambda: print(summary, file=sys.stderr, flush=True), seconds=2.0)
+
+    def _repeats_verdict(self) -> bool:
+        """Whether there is one; the first to see it on another machine than the judge's tells it there."""
+        summary = self._board.said("verdict")
+        if summary is None:
+            return False
+        headline = summary.partition("\n")[0].rstrip(".")
+        if summary and self._board.claim(f"verdict-{MACHINE}"):
+            attempt(lambda: write_report(f"HangError: {headline}"), seconds=2.0)
+            attempt(lambda: print(summary, file=sys.stderr, flush=True), seconds=2.0)
+        return True
 
 
 def _debugged(frame: FrameType | None) -> bool:
