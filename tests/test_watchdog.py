@@ -136,7 +136,7 @@ def test_failed_rank_is_told_with_the_place_of_its_error_however_late(tmp_path: 
     assert post is not None and post.failure == "ValueError: the cause"
     HERE.enter("teardown")
     found.close(done=False)
-    assert found.tell_of_failure()
+    found.tell_of_failure()
     told = capfd.readouterr().err  # type: ignore[attr-defined]
     assert told == "rank 0 of 2 raised ValueError: the cause; it was in training, batch 3.\n"
 
@@ -292,8 +292,7 @@ def test_failure_is_told_once_on_each_machine(
         for _ in range(2):
             dog(tmp_path).look()
         told = capfd.readouterr().err
-        place = "" if machine == "b" else " on hostB"
-        assert told.count(f"rank 1 of 2{place} raised E: no; ") == told.count("\n") == times
+        assert told.count("rank 1 of 2 on hostB raised E: no; ") == told.count("\n") == times
 
 
 def test_rank_whose_connection_breaks_at_a_verdict_tells_that(tmp_path: Path, capfd: Any) -> None:
@@ -302,3 +301,101 @@ def test_rank_whose_connection_breaks_at_a_verdict_tells_that(tmp_path: Path, ca
     Board(tmp_path).claim("verdict", SUMMARY)
     dog(tmp_path).tell_of_failure()
     assert capfd.readouterr().err == f"{SUMMARY}\n"
+
+
+LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:7378."
+
+
+def lost(rank: int, **kwargs: Any) -> Post:
+    return Post(rank=rank, pid=os.getpid(), time=time.time(), where="training", host=watchdog.MACHINE, **kwargs)
+
+
+def away(rank: int, **kwargs: Any) -> Post:
+    about = {"pid": 1, "time": time.time(), "where": f"training, batch {rank}", "host": "b", "hostname": "hostB"}
+    return Post(rank=rank, **{**about, **kwargs})
+
+
+def test_lost_connection_is_no_cause_where_another_rank_tells_one(tmp_path: Path, capfd: Any) -> None:
+    board = Board(tmp_path)
+    for post in (lost(1, failure=LOST), away(2, failure=LOST), away(3, failure="ValueError: no")):
+        board.post(post)
+    dog(tmp_path, world_size=4).look()
+    assert capfd.readouterr().err.startswith("rank 3 of 4 on hostB raised ValueError: no; ")
+
+
+def test_ranks_of_a_machine_that_is_lost_are_told_as_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.setattr(hang_report, "SILENT_SECONDS", 0.5)
+    board = Board(tmp_path)
+    for post in (lost(1, failure=LOST), away(2), away(3)):
+        board.post(post)
+    found = dog(tmp_path, world_size=4)
+    found.look()
+    # They may be quick to say what has happened there.
+    assert capfd.readouterr().err == ""
+    time.sleep(0.6)
+    found.look()
+    told = capfd.readouterr().err
+    assert (
+        told == "ranks 2, 3 of 4 on hostB have not been heard of since training, batch 2; connections to them broke.\n"
+    )
+    found.look()
+    assert capfd.readouterr().err == ""
+
+
+def test_lost_connection_is_told_where_all_machines_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    board = Board(tmp_path)
+    for post in (lost(1, failure=LOST), away(2)):
+        board.post(post)
+    found = dog(tmp_path, world_size=3)
+    found.look()
+    assert capfd.readouterr().err == ""
+    time.sleep(0.01)
+    board.post(away(2))
+    found.look()
+    assert "rank 1 of 3" in (told := capfd.readouterr().err) and f"raised {LOST}" in told
+
+
+def test_lost_connection_on_one_machine_is_told_at_once(tmp_path: Path, capfd: Any) -> None:
+    Board(tmp_path).post(lost(1, failure=LOST))
+    dog(tmp_path).look()
+    assert capfd.readouterr().err.startswith(f"rank 1 of 2 raised {LOST}; ")
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_rank_that_lost_a_connection_tells_why_before_it_ends(
+    watched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.setattr(hang_report, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(HERE, "failure", LOST)
+    board = Board(tmp_path)
+    board.post(away(1))
+    found = dog(tmp_path)
+    found._post()
+    if watched:
+        # A rank beside the killed one knows better.
+        board.claim("told", "rank 1 of 2 on hostB was killed; last seen in training, batch 1.")
+    found.tell_of_failure()
+    cause = "was killed; last seen in" if watched else "has not been heard of since"
+    assert capfd.readouterr().err.startswith(f"rank 1 of 2 on hostB {cause} training, batch 1")
+
+
+def test_killed_rank_is_told_to_other_machines_by_who_sees_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    board = Board(tmp_path)
+    board.post(away(1, pid=process.pid))
+    board.post(away(2, host="c"))
+    monkeypatch.setattr(watchdog, "supervised_folder", lambda: tmp_path)
+    monkeypatch.setattr(watchdog, "MACHINE", "b")
+    dog(tmp_path, world_size=3).look()
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(watchdog, "MACHINE", "a")
+    found = dog(tmp_path, world_size=3)
+    found.look()
+    assert capfd.readouterr().err == "rank 1 of 3 on hostB was killed by a signal; last seen in training, batch 1.\n"

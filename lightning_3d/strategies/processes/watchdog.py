@@ -84,6 +84,8 @@ class Watchdog(threading.Thread):
         self._token: Any = None
         self._still_since = time.monotonic()
         self._doomed_since: float | None = None
+        self._failure_known_since: float | None = None
+        self._told = False
         self._hang_seen_at: float | None = None
         self._asked_at: float | None = None
         self._passed_limit = timeout_seconds
@@ -199,28 +201,50 @@ class Watchdog(threading.Thread):
         """When a rank of this job has failed, end this one too, should it not come to that by itself."""
         if self._world_size == 1:
             return
+        posts = self._listener.read_all()
         if self._doomed_since is None:
-            if not self.tell_of_failure():
+            if not failures.failed(posts, machine=MACHINE) and self._board.said("told") is None:
                 return
             self._doomed_since = time.monotonic()
+        self._tell_cause(posts)
         if time.monotonic() - self._doomed_since > UNWIND_SECONDS:
             self._leave()
 
-    def tell_of_failure(self) -> bool:
-        """Whether a rank has failed; the first to ask on each machine tells, unless a supervisor of ours does so."""
-        # Those who leave at a verdict break the connections of others.
-        self._repeats_verdict()
-        posts = self._listener.read_all()
-        found = failures.failed(posts, machine=MACHINE)
-        if (
-            found
-            and self._board.said("hang") is None
-            # It knows its own ranks only.
-            and (supervised_folder() is None or found[0].host != MACHINE)
-            and self._board.claim(f"told-{MACHINE}")
-        ):
-            print(failures.sentence(found[0], posts, world_size=self._world_size), file=sys.stderr, flush=True)
-        return bool(found)
+    def tell_of_failure(self) -> None:
+        """By the main thread of a rank that fails, which may be an effect of something else: tell that first.
+
+        Where it has lost a connection to another machine, it takes some seconds to know what is lost.
+        """
+        deadline = time.monotonic() + hang_report.SILENT_SECONDS + 2 * POLL_SECONDS
+        # Those who leave at a verdict break connections too.
+        while not self._repeats_verdict():
+            posts = self._listener.read_all()
+            lost = failures.lost_connection(HERE.failure) and any(post.host != MACHINE for post in posts.values())
+            if (lost or failures.failed(posts, machine=MACHINE)) and self._tell_cause(posts):
+                return
+            if not lost or time.monotonic() > deadline:
+                return
+            time.sleep(POLL_SECONDS)
+
+    def _tell_cause(self, posts: Mapping[int, Post]) -> bool:
+        """Tell why the job fails, once on each machine, unless a supervisor of ours does; whether that is done."""
+        if self._told or self._board.said("hang") is not None:
+            return self._told
+        now = time.time()
+        self._failure_known_since = self._failure_known_since or now
+        cause = failures.first_cause(
+            posts, world_size=self._world_size, machine=MACHINE, known_since=self._failure_known_since, now=now
+        )
+        text = self._board.said("told") or (cause.text if cause else "")
+        if not text:
+            return False
+        self._board.claim("told", text)
+        # A supervisor knows its own ranks only.
+        supervised = supervised_folder() is not None and cause is not None and cause.machine == MACHINE
+        if not supervised and self._board.claim(f"told-{MACHINE}"):
+            print(text, file=sys.stderr, flush=True)
+        self._told = True
+        return True
 
     def _leave(self) -> NoReturn:
         """End this process, and those of this machine that are silent: nobody on another machine can."""
