@@ -135,3 +135,36 @@ def test_rank_that_stops_before_it_comes_is_named(how: str, tmp_path: Path) -> N
     ended = job(Fault("start", 1, "SIGSTOP"), tmp_path, how=how).wait()
     assert ended.code != 0 and ended.alive == [] and ended.seconds < 30 + TIMEOUT
     assert "no progress for 10 s: rank 1 has not come" in ended.errors
+
+
+def across(rank: int, **kwargs: object) -> Post:
+    machine = "ab"[rank // 2]
+    return post(rank, host=machine, hostname=f"host{machine.upper()}", **kwargs)
+
+
+def test_cut_network_is_told_where_ranks_wait_for_other_machines_only() -> None:
+    text = summary(across(0, awaits=(2,)), across(1, awaits=(3,)), across(2, awaits=(0,)), across(3, awaits=(1,)))
+    first, *lines = text.splitlines()
+    cut = "what hostA and hostB send each other does not arrive: is the network between them cut?"
+    assert first == f"no progress for 10 s: {cut}"
+    assert lines[0].startswith("  rank 0 (stage 0) on hostA: waits for rank 2;")
+    # Nobody is behind; or a rank waits for one of its machine, which waits for the other.
+    assert cut in summary(*(across(rank, sequence={"world": 5}) for rank in range(4)))
+    assert cut in summary(
+        across(0, awaits=(2,)), across(1, awaits=(0,)), across(2, sequence={"a": 1}), across(3, sequence={"a": 0})
+    )
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        {"waiting": False},
+        {"awaits": (0,), "seconds_ago": 12.0},
+        {"awaits": (2,)},
+        {"sequence": {"a": 1, "b": 2}},
+    ],
+    ids=["computes", "is silent", "and its neighbour wait for each other", "went another way"],
+)
+def test_network_is_not_blamed_where_a_rank(last: dict[str, object]) -> None:
+    others = [across(rank, awaits=(3,), sequence={"a": 2, "b": 1} if "sequence" in last else {}) for rank in range(3)]
+    assert "network" not in summary(*others, across(3, **last))

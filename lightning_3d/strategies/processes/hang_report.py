@@ -19,12 +19,13 @@ def awaited(rank: int, posts: Mapping[int, Post]) -> list[int]:
     own = posts[rank]
     if not own.waiting:
         return []
-    behind = [
-        other
-        for other, post in sorted(posts.items())
-        if any(post.sequence[group] < number for group, number in own.sequence.items() if group in post.sequence)
-    ]
+    behind = [other for other, post in sorted(posts.items()) if _is_behind(post, own)]
     return behind or [other for other in own.awaits if other in posts]
+
+
+def _is_behind(post: Post, other: Post) -> bool:
+    """Whether a rank has not come to a collective that the other has begun."""
+    return any(post.sequence[group] < number for group, number in other.sequence.items() if group in post.sequence)
 
 
 def silent(post: Post, *, now: float) -> bool:
@@ -42,11 +43,34 @@ def causes(posts: Mapping[int, Post], *, now: float) -> list[int]:
     return free or [rank for rank, post in sorted(posts.items()) if not post.waiting and not post.done]
 
 
+def cut_hosts(posts: Mapping[int, Post], *, now: float) -> list[str]:
+    """The hosts that seem not to hear each other: all ranks wait, and in the end for those of other machines."""
+    able = [post for post in posts.values() if not post.done]
+    if len({post.host for post in able}) < 2 or any(silent(post, now=now) or not post.waiting for post in able):
+        return []
+    waits = {post.rank: [posts[other] for other in awaited(post.rank, posts)] for post in able}
+    crossing = {post.rank for post in able if any(other.host != post.host for other in waits[post.rank])}
+    for post in able:
+        for other in waits[post.rank]:
+            if other.host == post.host and waits[other.rank] and other.rank not in crossing:
+                return []
+            if _is_behind(post, other) and _is_behind(other, post):
+                # They have taken different ways.
+                return []
+    return sorted({post.hostname for post in able})
+
+
 def headline(posts: Mapping[int, Post], *, world_size: int, timeout_seconds: float, now: float) -> str:
     """One line: what happened, and whose fault it is."""
     absent = [f"rank {rank}" for rank in range(world_size) if rank not in posts]
     if absent and all(post.where == "setup" for post in posts.values()):
         return f"no progress for {timeout_seconds:g} s: {', '.join(absent)} has not come"
+    cut = cut_hosts(posts, now=now)
+    if cut:
+        return (
+            f"no progress for {timeout_seconds:g} s: what {' and '.join(cut)} send each other does not arrive: "
+            "is the network between them cut?"
+        )
     found = causes(posts, now=now)
     if not found:
         return f"all ranks wait for each other for {timeout_seconds:g} s: they have taken different ways"
@@ -69,7 +93,8 @@ def summarise(
     Args:
         details: where stacks are.
     """
-    lines = [headline(posts, world_size=world_size, timeout_seconds=timeout_seconds, now=now) + "."]
+    first = headline(posts, world_size=world_size, timeout_seconds=timeout_seconds, now=now)
+    lines = [first if first.endswith("?") else f"{first}."]
     for rank in range(world_size):
         post = posts.get(rank)
         if post is None:
