@@ -310,6 +310,7 @@ def test_stopped_rank_ends_both_machines_and_is_named_on_each(rank: int, tmp_pat
         assert end.code != 0 and end.alive == [] and end.seconds < 60
         named = f"no progress for 10 s: rank {rank} (stage 1, data {rank % 2}) on host1 has not been heard of for"
         assert sum(line.startswith(named) for line in end.errors.splitlines()) == 1, end.errors
+    assert list(tmp_path.glob("shared/new/lightning-3d-*")) == []
 
 
 def test_root_folder_that_machines_do_not_share_is_refused(tmp_path: Path) -> None:

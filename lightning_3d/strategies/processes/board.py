@@ -113,8 +113,12 @@ class Board:
         return Post(**{**values, "awaits": tuple(values["awaits"])})
 
     def leave(self, rank: int) -> None:
-        """The rank watches no more."""
+        """The rank watches no more, nor do dead ones of this machine, which others cannot know."""
         self._write(f"rank-{rank}.left", "")
+        for path in self.folder.glob("rank-*.where"):
+            post = self.read(int(path.stem.removeprefix("rank-")))
+            if post is not None and _dead(post):
+                self._write(f"rank-{post.rank}.left", "")
 
     def left(self, rank: int) -> bool:
         return self.said(f"rank-{rank}.left") is not None
@@ -122,8 +126,7 @@ class Board:
     def deserted(self, world_size: int) -> bool:
         """Whether no rank watches: all have left, or are dead."""
         return all(
-            self.left(rank) or ((post := self.read(rank)) is not None and post.host == MACHINE and not runs(post.pid))
-            for rank in range(world_size)
+            self.left(rank) or ((post := self.read(rank)) is not None and _dead(post)) for rank in range(world_size)
         )
 
     def read_all(self, world_size: int) -> dict[int, Post]:
@@ -157,6 +160,10 @@ class Board:
             with open(partial, "w") as file:
                 file.write(text)
             os.replace(partial, f"{self.folder}/{name}")
+
+
+def _dead(post: Post) -> bool:
+    return post.host == MACHINE and not runs(post.pid)
 
 
 def runs(pid: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -16,6 +18,9 @@ from lightning_3d.strategies.processes.supervise import board_of_run
 
 # A file server may show a new folder late.
 _SECONDS = 10.0
+_PREFIX = "lightning-3d-"
+# Ranks that live post twice a second; clocks of machines may differ.
+_DESERTED_SECONDS = 24 * 3600.0
 
 
 def meet(trainer: L.Trainer, number: int) -> tuple[Path, Board]:
@@ -31,7 +36,8 @@ def meet(trainer: L.Trainer, number: int) -> tuple[Path, Board]:
         try:
             if shared is not None:
                 Path(shared).mkdir(parents=True, exist_ok=True)
-            folder = Path(tempfile.mkdtemp(prefix="lightning-3d-", dir=shared))
+                remove_deserted(Path(shared))
+            folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=shared))
             board_of_run(folder, number).folder.mkdir()
             box = [str(folder)]
         except OSError as error:
@@ -53,6 +59,21 @@ def meet(trainer: L.Trainer, number: int) -> tuple[Path, Board]:
             f"{blind} cannot see. Set the Trainer's default_root_dir to a folder that all machines share."
         )
     return folder, board
+
+
+def remove_deserted(place: Path) -> None:
+    """The folders of jobs that lost a machine, whose ranks nobody could tell to be gone, a day later."""
+    for folder in place.glob(f"{_PREFIX}*"):
+        # One that goes meanwhile, or is not ours.
+        with contextlib.suppress(OSError):
+            runs = list(folder.iterdir())
+            posts = [list(run.glob("rank-*.where")) for run in runs]
+            # A user's folder may have such a name.
+            ours = all(run.name.startswith("run-") for run in runs) and runs and all(posts)
+            if ours and all(
+                time.time() - path.stat().st_mtime > _DESERTED_SECONDS for paths in posts for path in paths
+            ):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _appears(folder: Path) -> bool:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -216,8 +217,10 @@ class Watchdog(threading.Thread):
         Where it has lost a connection to another machine, it takes some seconds to know what is lost.
         """
         deadline = time.monotonic() + hang_report.SILENT_SECONDS + 2 * POLL_SECONDS
-        # Those who leave at a verdict break connections too.
-        while not self._repeats_verdict():
+        while True:
+            # Those who leave at a verdict break connections too.
+            if self._repeats_verdict():
+                self._leave()
             posts = self._listener.read_all()
             lost = failures.lost_connection(HERE.failure) and any(post.host != MACHINE for post in posts.values())
             if (lost or failures.failed(posts, machine=MACHINE)) and self._tell_cause(posts):
@@ -252,6 +255,9 @@ class Watchdog(threading.Thread):
         try:
             flush()
             attempt(lambda: stopped.extend(self._stopped_here()), seconds=2.0)
+            for post in stopped:
+                attempt(partial(self._board.leave, post.rank), seconds=2.0)
+            attempt(self._let_neighbours_leave, seconds=2.0)
             attempt(self._leaving, seconds=2.0)
             for post in stopped:
                 # It takes no other signal. It may be the launcher of this rank, which the kernel then ends as well.
@@ -260,6 +266,17 @@ class Watchdog(threading.Thread):
         finally:
             # The main thread hangs, so it can't be asked to go.
             os._exit(1)
+
+    def _let_neighbours_leave(self) -> None:
+        """Where others can't see that ranks of this machine are gone: the kernel may end them with this one."""
+        posts = self._heard().values()
+        here = [post.rank for post in posts if post.host == MACHINE]
+        deadline = time.monotonic() + 3 * POLL_SECONDS
+        while len(here) < len(posts) and time.monotonic() < deadline:
+            self._board.leave(self._rank)
+            if all(self._board.left(rank) for rank in here):
+                return
+            time.sleep(POLL_SECONDS / 10)
 
     def _stopped_here(self) -> list[Post]:
         now = time.time()
