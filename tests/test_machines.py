@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -272,3 +273,35 @@ def test_rank_that_leaves_lets_those_of_its_machine_leave_first(tmp_path: Path) 
         dog(tmp_path, world_size=3).look()
     assert found.left(0) and found.left(1) and not found.left(2)
     thread.join()
+
+
+STOPPED = """
+import os, pathlib, signal, subprocess, sys
+from lightning_3d.strategies.processes.guardian import Guardian
+child = subprocess.Popen(["sleep", "300"])
+Guardian([child.pid], folder=pathlib.Path(sys.argv[1]), rank=2, world_size=4)
+print(child.pid, flush=True)
+for pid in (child.pid, os.getpid()):
+    os.kill(pid, signal.SIGSTOP)
+"""
+
+
+def test_ranks_that_are_all_stopped_are_ended_once_another_machine_has_judged(tmp_path: Path) -> None:
+    run = tmp_path / "shared" / "lightning-3d-x" / "run-0000"
+    run.mkdir(parents=True)
+    own = tmp_path / "own"
+    own.mkdir()
+    meeting.link(Board(run), own)
+    meeting.link(Board(run), own)
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPPED, str(own)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        child = int(process.stdout.readline())
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=2.0)
+        Board(run).claim("verdict", SUMMARY)
+        assert process.wait(timeout=30.0) == -signal.SIGKILL
+        assert process.stderr.read() == f"{SUMMARY}\n"
+    assert not board.runs(child) and not own.exists()
+    assert Board(run).said("verdict") == SUMMARY

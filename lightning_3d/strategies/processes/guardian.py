@@ -1,5 +1,7 @@
 """A small process that outlives rank 0 of a script: tells that it was killed, ends its ranks, removes their folder.
 
+It ends rank 0 too where all ranks of this machine are stopped, and those of another have judged.
+
 The kernel ends those on Linux. But nobody would say why: rank 0 was their supervisor. This file is run by itself, with
 nothing but the standard library, so that it costs milliseconds.
 """
@@ -22,6 +24,8 @@ from pathlib import Path
 GOODBYE = b"."
 # For the kernel's own signal to arrive.
 _SECONDS = 0.5
+# For ranks to end by themselves once the end of the job is decided.
+_LEAVE_SECONDS = 10.0
 
 
 class Guardian:
@@ -57,13 +61,21 @@ class Guardian:
 def watch(pipe: int, folder: Path, rank: int, world_size: int, children: Sequence[int]) -> None:
     """Wait for the end of the parent, which holds the other end of `pipe`; so may forks of it, a loader's workers."""
     parent = os.getppid()
+    decided_at: float | None = None
     while os.getppid() == parent:
+        verdicts = list(folder.glob("run-*/verdict"))
+        if verdicts:
+            decided_at = decided_at or time.monotonic()
+            if time.monotonic() - decided_at > _LEAVE_SECONDS:
+                print(verdicts[-1].read_text(), file=sys.stderr, flush=True)
+                os.kill(parent, signal.SIGKILL)
+                break
         if select.select([pipe], [], [], _SECONDS)[0]:
             if os.read(pipe, 1) == GOODBYE:
                 return
             break
     posts = sorted(folder.glob(f"run-*/rank-{rank}.where"))
-    known = (folder / "rank-0.error").exists() or any((post.parent / "verdict").exists() for post in posts)
+    known = (folder / "rank-0.error").exists() or any(folder.glob("run-*/verdict"))
     last = json.loads(posts[-1].read_text()) if posts else {}
     if not known:
         # As the supervisors say it, of which this file may import nothing.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.strategies.processes.board import Board
-from lightning_3d.strategies.processes.supervise import board_of_run
+from lightning_3d.strategies.processes.supervise import board_of_run, supervised_folder
 
 # A file server may show a new folder late.
 _SECONDS = 10.0
@@ -58,7 +58,16 @@ def meet(trainer: L.Trainer, number: int) -> tuple[Path, Board]:
             f"default_root_dir={place} is not one folder for all: rank 0 has made {folder.name} there, which rank "
             f"{blind} cannot see. Set the Trainer's default_root_dir to a folder that all machines share."
         )
+    supervised = supervised_folder()
+    if supervised is not None:
+        link(board, supervised)
     return folder, board
+
+
+def link(board: Board, folder: Path) -> None:
+    """Let those who watch the ranks of this machine from outside find the board in their folder."""
+    with contextlib.suppress(OSError):
+        Path(folder, board.folder.name).symlink_to(board.folder.absolute())
 
 
 def remove_deserted(place: Path) -> None:
