@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from watched import Left, alone, dog, stand_still
 
-from lightning_3d.strategies.processes import board, hang_report, meeting, watchdog
+from lightning_3d.strategies.processes import board, hang_report, meeting, supervise, watchdog
 from lightning_3d.strategies.processes.board import Board, Post
 from lightning_3d.strategies.processes.watchdog import Watchdog
 from lightning_3d.whereabouts import HERE
@@ -305,3 +305,17 @@ def test_ranks_that_are_all_stopped_are_ended_once_another_machine_has_judged(tm
         assert process.stderr.read() == f"{SUMMARY}\n"
     assert not board.runs(child) and not own.exists()
     assert Board(run).said("verdict") == SUMMARY
+
+
+def test_rank_of_a_later_machine_is_told_with_its_own_place(tmp_path: Path) -> None:
+    run = tmp_path / "run-0000"
+    run.mkdir()
+    for rank in (1, 3):
+        Board(run).post(away(rank))
+    processes = [subprocess.Popen(["true"]), subprocess.Popen(["sleep", "300"])]
+    processes[1].kill()
+    for process in processes:
+        process.wait()
+    ranks = supervise.Ranks(processes, report_paths=[tmp_path / f"rank-{n}.error" for n in (0, 1)], first_rank=2)
+    failure = ranks.failure()
+    assert failure is not None and (failure.rank, failure.where) == (3, "last seen in training, batch 3")

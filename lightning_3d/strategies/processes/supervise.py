@@ -138,7 +138,9 @@ class Ranks:
         # A peer may have noticed it first.
         time.sleep(SETTLE_SECONDS)
         codes = [code if code is None or _bad(code, stopped_by) else 0 for code in self.codes()]
-        found = first_failure(codes, report_paths=self.report_paths, alive_at=self._alive_at)
+        found = first_failure(
+            codes, report_paths=self.report_paths, alive_at=self._alive_at, first_rank=self.first_rank
+        )
         return None if found is None else replace(found, rank=self.first_rank + found.rank)
 
     def late(self) -> Failure | None:
@@ -200,7 +202,7 @@ def supervise(
 
 
 def first_failure(
-    codes: Sequence[int | None], *, report_paths: Sequence[Path], alive_at: Sequence[float]
+    codes: Sequence[int | None], *, report_paths: Sequence[Path], alive_at: Sequence[float], first_rank: int = 0
 ) -> Failure | None:
     """Which rank failed first, or None while none has.
 
@@ -211,6 +213,7 @@ def first_failure(
     Args:
         codes: exit codes, None for ranks that run.
         alive_at: when each was seen alive last, on the clock of `time.monotonic`.
+        first_rank: number of the first of them in the job, on whose board they post.
     """
     boards = [_board_of(path) for path in report_paths]
     hung = any(board.said("verdict") is not None for board in boards)
@@ -220,16 +223,17 @@ def first_failure(
         if code is None or code >= 0 or hung or rank in reports:
             continue
         if -code in _FATAL or earliest > alive_at[rank]:
-            return Failure(rank, 128 - code, f"was killed by {_signal_name(-code)}", where=_where(boards[rank], rank))
+            where = _where(boards[rank], first_rank + rank)
+            return Failure(rank, 128 - code, f"was killed by {_signal_name(-code)}", where=where)
     if reports:
         rank, report = min(reports.items(), key=lambda pair: pair[1]["time"])
         reason = f"reports {report['error']}" if hung else f"raised {report['error']}"
-        where = "" if hung else _where(boards[rank], rank, now=report.get("where", ""))
+        where = "" if hung else _where(boards[rank], first_rank + rank, now=report.get("where", ""))
         return Failure(rank, max(codes[rank] or 1, 1), reason, report["traceback"], where)
     for rank, code in enumerate(codes):
         if code:
             how = f"ended with exit code {code}" if code > 0 else f"was killed by {_signal_name(-code)}"
-            return Failure(rank, code if code > 0 else 128 - code, how, where=_where(boards[rank], rank))
+            return Failure(rank, code if code > 0 else 128 - code, how, where=_where(boards[rank], first_rank + rank))
     return None
 
 
