@@ -300,6 +300,18 @@ def test_leftovers_are_not_picked(tmp_path: Path, missing: str) -> None:
     assert store.committed(tmp_path / "nowhere") == []
 
 
+def test_a_hidden_name_is_a_name_but_that_of_a_save_under_way_is_not(tmp_path: Path) -> None:
+    save(tmp_path / ".hidden.ckpt", 1.0)
+    save(tmp_path / ".hidden.ckpt", 2.0)
+    assert_holds(tmp_path / ".hidden.ckpt", 2.0)
+    assert store.committed(tmp_path) == [Folder(tmp_path / ".hidden.ckpt")]
+    for kind in ("saving", "unfinished", "removed", "replaced"):
+        with pytest.raises(CheckpointError, match=f"hidden.ckpt.{kind} .*Give another name"):
+            save(tmp_path / f".hidden.ckpt.{kind}", 3.0)
+    store.remove(tmp_path / ".hidden.ckpt")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_file_is_no_folder_of_ours_and_is_told_where_it_serves(tmp_path: Path) -> None:
     (tmp_path / "plain.ckpt").touch()
     with pytest.raises(CheckpointError, match=r"plain.ckpt is one file, no folder .* ckpt_path=.*initial_weights="):

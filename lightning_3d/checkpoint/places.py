@@ -29,6 +29,8 @@ SUMMARY, METADATA = "checkpoint.json", ".metadata"
 _LOCAL = ("file://", "local://")
 
 _DRAFT = re.compile(r"\.(.+?)(?:\.[0-9a-f]{8})?\.saving")
+# What is on its way to a name or from it. Other hidden names are as good as any: Lightning's finders save under some.
+_SIBLING = re.compile(r"\..+\.(saving|unfinished|removed|replaced)")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 
@@ -56,7 +58,11 @@ class Place(Protocol):
         """
 
     def begin(self) -> str:
-        """Make room for a new checkpoint beside the old one; the name of the draft, new each time, for all ranks."""
+        """Make room for a new checkpoint beside the old one; the name of the draft, new each time, for all ranks.
+
+        Raises:
+            CheckpointError: drafts and leftovers have names as this one.
+        """
 
     def holds(self, draft: str, name: str) -> bool:
         """Whether this rank sees a file of a draft that another has written."""
@@ -185,6 +191,8 @@ class Folder:
         return self.path.read_bytes()
 
     def begin(self) -> str:
+        if _SIBLING.fullmatch(self.name):
+            raise CheckpointError(f"{self} would be taken for what is left of another save. Give another name.")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for former, name in drafts(self.path.parent):
             if name == self.path.name:
@@ -237,7 +245,7 @@ class Folder:
         delete(removed)
 
     def is_whole(self) -> bool:
-        return not self.path.name.startswith(".") and (self.path / METADATA).exists() and bool(self.summary())
+        return not _SIBLING.fullmatch(self.name) and (self.path / METADATA).exists() and bool(self.summary())
 
     def summary(self) -> dict[str, Any]:
         return _readable(lambda: (self.path / SUMMARY).read_bytes())

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from training import trainer_for
+from lightning.pytorch.tuner import Tuner
+from training import trainer_for, whole_weights
 
-from features.case import Net, case, fit, fresh, loader
+from features.case import Net, alike, case, fit, fresh, loader
 
 
 @case
@@ -43,3 +44,25 @@ def fit_then_test_then_predict(layout: str | None, folder: Path) -> Any:
     rows = torch.cat(predicted)
     # Rank 0 has all of them, the others their own.
     return got, tested, rows if trainer.is_global_zero else None
+
+
+class Tunable(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.learning_rate = 1e-2
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
+
+
+@alike
+def finding_a_learning_rate_changes_nothing_else(layout: str | None, folder: Path) -> Any:
+    module = fresh(Tunable)
+    tuner = Tuner(trainer_for(layout, max_steps=2, precision="64-true", default_root_dir=folder))
+    settings: dict[str, Any] = {"num_training": 20, "min_lr": 1e-6, "early_stop_threshold": None}
+    finder = tuner.lr_find(module, loader(layout), **settings)
+    assert finder is not None and module.learning_rate == finder.suggestion()
+    for name, weight in whole_weights(module).items():
+        assert torch.equal(weight, fresh(Tunable).state_dict()[name]), name
+    assert list(folder.iterdir()) == []
+    return finder.results
