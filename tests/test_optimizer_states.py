@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from training import run, trainer_for, whole
 
 from lightning_3d import Layout
-from lightning_3d.checkpoint.optimizer_state import restore_
+from lightning_3d.checkpoint.export import export_ckpt
+from lightning_3d.checkpoint.optimizer_state import flatten, restore_
 from lightning_3d.errors import CheckpointError
 
 pytestmark = pytest.mark.distributed
@@ -34,13 +35,40 @@ class Noting(torch.optim.SGD):
         return loss
 
 
+class Keyed(torch.optim.SGD):
+    """Counts its steps in all places that an optimizer has, and has moments under keys of odd kinds."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        own = self.state["of all"]  # type: ignore[index]
+        own["steps"] = own.get("steps", 0) + 1
+        self.steps += 1
+        for group in self.param_groups:
+            group["steps.of.group"] = group.get("steps.of.group", 0) + 1
+            for p in group["params"]:
+                for key in ("a.b", "#c", 0, (1, "d.e")):
+                    moment = self.state[p].setdefault(key, torch.zeros_like(p))
+                    moment.mul_(0.9).add_(p.grad, alpha=1 / (own["steps"] + self.steps + group["steps.of.group"]))
+                    p.data.sub_(moment, alpha=0.1)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps = state_dict["steps"]
+        super().load_state_dict(state_dict)
+
+
 class Net(L.LightningModule):
     """Two Linears and a learned number.
 
     Args:
         groups: how parameters are grouped: kind (matrices with weight decay, the rest without), layer, or one.
-        optimizer: adamw, adafactor, lbfgs, noting (SGD with a nest of values for each parameter), rate (AdamW whose
-            learning rate is a tensor), or two (one for each Linear).
+        optimizer: adamw, adafactor, lbfgs, noting (SGD with a nest of values for each parameter), keyed (SGD with
+            state of its own kinds), rate (AdamW whose learning rate is a tensor), or two (one for each Linear).
     """
 
     def __init__(self, groups: str = "kind", optimizer: str = "adamw") -> None:
@@ -77,6 +105,8 @@ class Net(L.LightningModule):
             return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
         if self.optimizer_name == "noting":
             return Noting(groups, lr=1e-2)
+        if self.optimizer_name == "keyed":
+            return Keyed(groups, lr=1e-2)
         if self.optimizer_name == "rate":
             return torch.optim.AdamW(groups, lr=torch.tensor(1e-3))
         if self.optimizer_name == "two":
@@ -107,13 +137,14 @@ def fit(layout: str | None, path: Path | None, ckpt_path: Path | None, module: A
     }
 
 
-def fit_epochs(layout: str, path: Path | None, ckpt_path: Path | None, module: Any, epochs: int) -> Any:
+def fit_epochs(layout: str | None, path: Path | None, ckpt_path: Path | None, module: Any, epochs: int) -> Any:
     """The weights after so many epochs of four steps."""
     L.seed_everything(1, verbose=False)
-    net = Net(*module)
+    net = Net(*module).double()
     trainer = trainer_for(layout, max_epochs=epochs, precision="64-true")
     data = torch.randn(32, 4, generator=torch.Generator().manual_seed(0)).double()
-    trainer.fit(net, DataLoader(data, batch_size=8 // Layout.parse(layout).data), ckpt_path=ckpt_path)
+    loader = DataLoader(data, batch_size=8 // (Layout.parse(layout).data if layout else 1))
+    trainer.fit(net, loader, ckpt_path=ckpt_path)
     if path is not None:
         trainer.save_checkpoint(path)
     return {name: whole(p) for name, p in net.named_parameters()}
@@ -204,7 +235,29 @@ def test_states_that_are_nests_and_options_that_are_tensors_come_back(
 
 def test_a_nest_with_parts_of_sharded_tensors_is_refused(tmp_path: Path) -> None:
     for error in run("zero3x2", refusal, None, ("kind", "noting"), tmp_path / "saved.ckpt"):
-        assert re.search("state.*notes.*part of a sharded tensor", error), error
+        assert re.search("state.*notes.*part of a sharded tensor.*state.parameter..NAME. = ", error), error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("layout", ["single", "zero3x2"])
+def test_states_of_no_parameter_entries_of_the_optimizer_and_odd_keys_come_back(tmp_path: Path, layout: str) -> None:
+    keyed = ("kind", "keyed")
+    (expected,) = run(None, fit_epochs, None, None, keyed, 2)
+    run(layout, fit_epochs, tmp_path / "ours.ckpt", None, keyed, 1)
+    run(None, fit_epochs, tmp_path / "stock.ckpt", None, keyed, 1)
+    export_ckpt(tmp_path / "ours.ckpt", tmp_path / "exported.ckpt")
+    for reader, name in ((layout, "ours"), (layout, "stock"), (None, "exported"), (None, "ours")):
+        for rank in run(reader, fit_epochs, None, tmp_path / f"{name}.ckpt", keyed, 2):
+            for key, value in rank.items():
+                assert torch.allclose(value, expected[key], rtol=0, atol=1e-12), (reader, name, key)
+
+
+def test_a_key_that_cannot_be_saved_is_refused() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    optimizer.state[weight][object] = 1
+    with pytest.raises(CheckpointError, match=r"weight has an entry <class 'object'>.*Use a string"):
+        flatten(optimizer, names={weight: "weight"})
 
 
 @pytest.mark.parametrize("capturable", [False, True])
@@ -229,7 +282,7 @@ def test_options_that_are_not_one_group_s_and_states_of_nothing_are_refused() ->
     optimizer, names = torch.optim.SGD([one, other], lr=1.0), {one: "one", other: "other"}
     with pytest.raises(CheckpointError, match=r"other was saved with other options .*group 0: \{'lr': 2.0\}"):
         restore_(optimizer, {"param_groups.one.lr": 1.0, "param_groups.other.lr": 2.0}, names=names, groups=[])
-    with pytest.raises(CheckpointError, match="no parameters third"):
+    with pytest.raises(CheckpointError, match="state.third.momentum_buffer was loaded, but"):
         restore_(optimizer, {"state.third.momentum_buffer": torch.zeros(2)}, names=names, groups=[])
     restore_(optimizer, {"param_groups.one.lr": 0.5, "param_groups.other.lr": 0.5}, names=names, groups=[])
     assert optimizer.param_groups[0]["lr"] == 0.5 and optimizer.param_groups[0]["params"] == [one, other]

@@ -2,11 +2,16 @@
 
 state.<parameter>.<entry>           a tensor shaped and sharded as its parameter, a scalar, or any nest of values
 param_groups.<parameter>.<option>   the options of the group that the parameter is in
+others                              what belongs to no parameter (see `others_of`), where there is any
+
+Names of entries and options may have dots: a parameter's name is never the beginning of another's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import ast
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,16 +23,63 @@ from lightning_3d.errors import CheckpointError
 
 Names = Mapping[torch.Tensor, str]
 
+OTHERS = "others"
+
 
 def flatten(optimizer: Optimizer, *, names: Names) -> dict[str, Any]:
-    """State and options by parameter name; tensors are the optimizer's own, not copies."""
+    """State and options by parameter name; tensors are the optimizer's own, not copies.
+
+    Raises:
+        CheckpointError: an entry's key is neither a string nor a literal of Python's.
+    """
+    packed = optimizer.state_dict()
+    # As `load_state_dict` numbers them.
+    numbers: dict[torch.Tensor, Any] = {}
+    for group, packed_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        numbers.update(zip(group["params"], packed_group["params"], strict=True))
     flat: dict[str, Any] = {}
     for parameter, group in _parameters(optimizer, names):
         name = names[parameter]
-        for entry, value in optimizer.state.get(parameter, {}).items():
-            flat[f"state.{name}.{entry}"] = value
-        flat.update({f"param_groups.{name}.{option}": value for option, value in options_of(group).items()})
+        flat.update(keyed("state", name, packed["state"].get(numbers[parameter], {})))
+        flat.update(keyed("param_groups", name, options_of(group)))
+    if others := others_of(packed):
+        flat[OTHERS] = others
     return flat
+
+
+def others_of(packed: Mapping[str, Any]) -> dict[str, Any]:
+    """What a `state_dict()` of an optimizer holds beside its parameters' state and options; empty if nothing.
+
+    Returns:
+        Entries of its own, and under "state" those whose key is no parameter's number. They are alike on all ranks.
+    """
+    numbers = {number for group in packed["param_groups"] for number in group["params"]}
+    state = {key: value for key, value in packed["state"].items() if key not in numbers}
+    others = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
+    return {**others, "state": state} if others or state else {}
+
+
+def keyed(kind: str, name: str, entries: Mapping[Any, Any]) -> dict[str, Any]:
+    """A parameter's entries or options, under their keys in the flat state.
+
+    >>> keyed("state", "net.weight", {"step": 1, 0: 2})
+    {'state.net.weight.step': 1, 'state.net.weight.#0': 2}
+    """
+    return {f"{kind}.{name}.{_text(key, name=name)}": value for key, value in entries.items()}
+
+
+def parted(key: str, *, names: Collection[str]) -> tuple[str, str, Any]:
+    """Kind, parameter and entry of a key of the flat state; the parameter is empty where it is none of `names`.
+
+    >>> parted("state.net.weight.ema.short", names={"net.weight"})
+    ('state', 'net.weight', 'ema.short')
+    """
+    kind, _, rest = key.partition(".")
+    end = rest.find(".")
+    while end >= 0 and rest[:end] not in names:
+        end = rest.find(".", end + 1)
+    entry = rest[end + 1 :]
+    return kind, rest[: max(end, 0)], ast.literal_eval(entry[1:]) if entry.startswith("#") else entry
 
 
 def template(optimizer: Optimizer, *, names: Names, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,8 +96,11 @@ def template(optimizer: Optimizer, *, names: Names, saved: Mapping[str, Any]) ->
     room: dict[str, Any] = {}
     known: set[str] = set()
     for key, entry in saved.items():
-        kind, name, _ = _parts(key)
-        if name not in wanted:
+        kind, name, _ = parted(key, names=wanted)
+        if kind == OTHERS:
+            room[key] = None
+        # Those of other stages.
+        if not name:
             continue
         known.add(name)
         room[key] = _room(wanted[name], entry, key=key) if kind == "state" else _option_room(entry)
@@ -68,14 +123,17 @@ def restore_(
     Raises:
         CheckpointError: parameters of one group were saved with unlike options, or an entry is for no parameter here.
     """
-    found: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
-    for key, value in flat.items():
-        kind, name, entry = _parts(key)
-        found[kind].setdefault(name, {})[entry] = value
+    others = dict(flat.get(OTHERS, {}))
+    found: dict[str, dict[str, dict[Any, Any]]] = {"state": {}, "param_groups": {}}
     known = {names[parameter] for parameter, _ in _parameters(optimizer, names)}
-    if unknown := sorted({*found["state"], *found["param_groups"]} - known):
-        raise CheckpointError(f"the optimizer has no parameters {', '.join(unknown)}, whose state was loaded.")
-    state: dict[int, dict[str, Any]] = {}
+    for key, value in flat.items():
+        if key == OTHERS:
+            continue
+        kind, name, entry = parted(key, names=known)
+        if not name:
+            raise CheckpointError(f"{key} was loaded, but the optimizer has no such parameter.")
+        found[kind].setdefault(name, {})[entry] = value
+    state: dict[Any, Any] = dict(others.pop("state", {}))
     packed: list[dict[str, Any]] = []
     number = 0
     for index, group in enumerate(optimizer.param_groups):
@@ -97,7 +155,7 @@ def restore_(
         if saved is None and len(groups) == len(optimizer.param_groups):
             saved = dict(groups[index])
         packed.append({**options_of(group), **(saved or {}), "params": list(range(first, number))})
-    optimizer.load_state_dict({"state": state, "param_groups": packed})
+    optimizer.load_state_dict({**others, "state": state, "param_groups": packed})
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,10 +171,15 @@ def _parameters(optimizer: Optimizer, names: Names) -> Iterator[tuple[torch.Tens
                 yield parameter, group
 
 
-def _parts(key: str) -> tuple[str, str, str]:
-    kind, _, rest = key.partition(".")
-    name, _, entry = rest.rpartition(".")
-    return kind, name, entry
+def _text(key: Any, *, name: str) -> str:
+    if isinstance(key, str) and not key.startswith("#"):
+        return key
+    with contextlib.suppress(ValueError, SyntaxError):
+        if ast.literal_eval(repr(key)) == key:
+            return f"#{key!r}"
+    raise CheckpointError(
+        f"the optimizer's state of {name} has an entry {key!r}, which is no name that can be saved. Use a string."
+    )
 
 
 def _room(parameter: torch.Tensor, saved: Any, *, key: str) -> torch.Tensor | None:

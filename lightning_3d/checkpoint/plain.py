@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_3d.checkpoint import store
 from lightning_3d.checkpoint.names import own_names, saved_name
+from lightning_3d.checkpoint.optimizer_state import OTHERS, parted
 from lightning_3d.errors import CheckpointError
 
 T = TypeVar("T")
@@ -131,14 +132,17 @@ def _numbered(flat: Mapping[str, Any], order: list[list[str]] | None, options: l
             "plain Lightning numbers them is not known. Export the weights alone (--weights-only), or resume without a "
             "pipeline and save again."
         )
-    entries: dict[str, dict[str, Any]] = {}
-    for key, value in below(flat, "state.").items():
-        name, _, entry = key.rpartition(".")
-        entries.setdefault(name, {})[entry] = value
     named = [[saved_name(name) for name in names] for names in order]
     numbers = {name: number for number, name in enumerate(name for names in named for name in names)}
+    others = dict(flat.get(OTHERS) or {})
+    state: dict[Any, Any] = dict(others.pop("state", {}))
+    for key, value in flat.items():
+        kind, name, entry = parted(key, names=numbers)
+        if kind == "state":
+            state.setdefault(numbers[name], {})[entry] = value
     return {
-        "state": {numbers[name]: found for name, found in entries.items()},
+        **others,
+        "state": state,
         "param_groups": [
             {**group, "params": [numbers[name] for name in names]} for group, names in zip(options, named, strict=True)
         ],

@@ -99,7 +99,7 @@ class CheckpointingStrategy(MeshStrategy):
         return self.lightning_module.state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return resume.optimizer_state(self, optimizer)
+        return together(lambda: resume.optimizer_state(self, optimizer), "saving an optimizer's state")
 
     # ------------------------------------------------------------------ saving
 

@@ -65,6 +65,12 @@ def contents(strategy: CheckpointingStrategy, checkpoint: dict[str, Any]) -> Con
 
 
 def _refuse_parts(value: Any, place: str) -> None:
+    if isinstance(value, DTensor) and place.startswith(OPTIMIZER):
+        raise CheckpointError(
+            f"the entry {place} of an optimizer's state holds this rank's part of a sharded tensor inside of another "
+            "value. Keep each in an entry of its parameter's state, state[parameter][NAME] = tensor, or train in a "
+            "layout that keeps parameters whole (dpN, ppN, or one process)."
+        )
     if isinstance(value, DTensor):
         raise CheckpointError(
             f"the entry {place} of the checkpoint is this rank's part of a sharded tensor. Add value.full_tensor() "

@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.names import saved_name
-from lightning_3d.checkpoint.optimizer_state import options_of, require_shardable
+from lightning_3d.checkpoint.optimizer_state import OTHERS, keyed, options_of, others_of, require_shardable
 from lightning_3d.checkpoint.places import Folder, place
 from lightning_3d.checkpoint.together import together
 from lightning_3d.errors import CheckpointError, ConfigError
@@ -151,10 +151,11 @@ def _by_name(
         for name, number in zip(names, part, strict=True):
             if name not in parameters:
                 continue
-            flat.update({f"param_groups.{name}.{key}": value for key, value in options_of(group).items()})
-            for entry, value in saved["state"].get(number, {}).items():
-                key = f"state.{name}.{entry}"
+            flat.update(keyed("param_groups", name, options_of(group)))
+            for key, value in keyed("state", name, saved["state"].get(number, {})).items():
                 flat[key] = _part(value, parameters[name], key=key)
+    if others := others_of(saved):
+        flat[OTHERS] = others
     return flat
 
 
