@@ -85,6 +85,21 @@ def test_a_dtype_that_safetensors_lacks_is_exported_to_a_ckpt_and_else_refused(
     assert "rotation is of dtype torch.complex128, which safetensors does not have" in capsys.readouterr().err
 
 
+def test_empty_tensors_of_several_dtypes_are_exported(tmp_path: Path) -> None:
+    source = tmp_path / "step=1.ckpt"
+    own = {"none": torch.empty(0), "no": torch.empty(0, dtype=torch.bool), "rows": torch.empty(0, 3)}
+    own["weight"] = torch.ones(2)
+    state = {f"model.{name}": value for name, value in own.items()}
+    store.save(source, state, extra={"epoch": 1}, rank_state={}, summary={"global_step": 1})
+    assert main(["export", str(source), "--to", "ckpt", str(tmp_path / "out.ckpt")]) == 0
+    assert main(["export", str(source), "--to", "safetensors", str(tmp_path / "out.safetensors")]) == 0
+    ckpt = torch.load(tmp_path / "out.ckpt", weights_only=True)["state_dict"]
+    for exported in (ckpt, load_file(tmp_path / "out.safetensors")):
+        assert exported.keys() == own.keys()
+        for name, value in own.items():
+            assert exported[name].dtype == value.dtype and torch.equal(exported[name], value), name
+
+
 @pytest.mark.distributed
 def test_safetensors_hold_the_weights_by_the_module_s_names(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     weights = united(run("zero3x2", train, tmp_path / "run", None, 5))

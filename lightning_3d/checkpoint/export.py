@@ -46,7 +46,7 @@ def export_ckpt(
     """
     saved = store.saved_tensors(source)
     wanted = [name for name in saved if name.startswith(MODEL) or not weights_only]
-    tensors = [name for name in wanted if is_tensor(saved[name]) and can_hold(saved[name].properties.dtype)]
+    tensors = [name for name in wanted if _can_map(saved[name])]
     extra = store.load_extra(source, weights_only=not trust)
     # Before anything is written.
     assemble(extra, dict.fromkeys(wanted), optimizer=not weights_only)
@@ -156,6 +156,11 @@ def _write(
             yield names[key.removeprefix(MODEL)], tensor
 
     write_safetensors(path, entries, tensors())
+
+
+def _can_map(entry: Any) -> bool:
+    # Empty ones would all be mapped at one address, which torch.save takes for one tensor of several dtypes.
+    return is_tensor(entry) and can_hold(entry.properties.dtype) and entry.size.numel() > 0
 
 
 def _dtype(entry: Any, dtype: torch.dtype | None) -> torch.dtype:
