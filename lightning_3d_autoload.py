@@ -57,8 +57,7 @@ def _open_folders(module: Any, *, optimizer: bool) -> None:
         return
 
     def pl_load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        is_path = isinstance(path_or_url, str | os.PathLike)
-        if not (is_path and os.path.isfile(os.path.join(path_or_url, "checkpoint.json"))):
+        if not _is_folder(path_or_url):
             return load_file(path_or_url, map_location=map_location, weights_only=weights_only)
         from lightning_3d.checkpoint.plain import read_plain
 
@@ -68,6 +67,17 @@ def _open_folders(module: Any, *, optimizer: bool) -> None:
 
     pl_load.opens_folders = True  # type: ignore[attr-defined]
     module.pl_load = pl_load
+
+
+def _is_folder(path_or_url: Any) -> bool:
+    if not isinstance(path_or_url, str | os.PathLike):
+        return False
+    # A web server has no folders.
+    if "://" not in os.fspath(path_or_url) or os.fspath(path_or_url).startswith("http"):
+        return os.path.isdir(path_or_url)
+    from lightning_3d.checkpoint.plain import is_folder
+
+    return is_folder(os.fspath(path_or_url))
 
 
 def _lazy_factory(name: str) -> Callable[..., Any]:

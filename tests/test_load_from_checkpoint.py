@@ -105,3 +105,28 @@ def test_a_folder_that_is_not_whole_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.ckpt" / "checkpoint.json").write_text("{}")
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
         Remembered.load_from_checkpoint(tmp_path / "broken.ckpt")
+
+
+def load_from_urls(layout: str | None, folder: Path) -> list[str]:
+    """A folder in a store's memory and one of this machine, and a plain file in memory."""
+    urls = ["memory://loaded/step=5.ckpt", f"file://{folder}/step=5.ckpt", "memory://loaded/plain.ckpt"]
+    train(layout, folder, None, 5)
+    module = Remembered(note="kept")
+    trainer = trainer_for(layout, max_steps=1)
+    trainer.fit(module, ordered(Rows(), replicas=1))
+    trainer.save_checkpoint(urls[0])
+    stock = trainer_for(None, max_steps=1)
+    stock.fit(Remembered(note="kept"), ordered(Rows(), replicas=1))
+    stock.save_checkpoint(urls[2])
+    stock.validate(Remembered(), ordered(Rows(), replicas=1), ckpt_path=urls[0], verbose=False)
+    return [Remembered.load_from_checkpoint(url).hparams["note"] for url in urls]
+
+
+def test_load_from_checkpoint_takes_the_url_of_a_folder(tmp_path: Path) -> None:
+    assert run("single", load_from_urls, tmp_path) == [["kept"] * 3]
+    for url in (f"{tmp_path}", f"file://{tmp_path}"):
+        with pytest.raises(CheckpointError, match="is a folder but holds no whole checkpoint"):
+            Remembered.load_from_checkpoint(url)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(CheckpointError, match=r"runs is a folder .* beside it: .*step=5.ckpt"):
+        Remembered.load_from_checkpoint(tmp_path / "runs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -12,6 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from lightning_3d.checkpoint import store
 from lightning_3d.checkpoint.names import own_names, saved_name
 from lightning_3d.checkpoint.optimizer_state import OTHERS, parted
+from lightning_3d.checkpoint.places import Folder, place
 from lightning_3d.errors import CheckpointError
 
 T = TypeVar("T")
@@ -44,6 +46,14 @@ def read_plain(
         for name, value in read_in_turn(path, names, weights_only=weights_only)
     }
     return assemble(store.load_extra(path, weights_only=weights_only), values, optimizer=optimizer)
+
+
+def is_folder(url: str) -> bool:
+    """Whether there is a folder that `read_plain` can open, or say what it is; False too where nobody can tell."""
+    with contextlib.suppress(CheckpointError):
+        where = place(url)
+        return where.path.is_dir() if isinstance(where, Folder) else where.is_whole()
+    return False
 
 
 def read_in_turn(
