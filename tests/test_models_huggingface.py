@@ -173,6 +173,19 @@ def test_weights_that_do_not_fit_are_listed_in_one_error(tmp_path):
     assert "of another shape: model.norm.weight is (25,) for (24,)." in message
 
 
+@pytest.mark.parametrize("build", [built, recorded])
+def test_two_values_for_one_tied_weight_are_refused(tmp_path, build):
+    built({**LLAMA, "tie_word_embeddings": True}).model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, tmp_path / "model.safetensors")
+    assert build(path=tmp_path).model.lm_head.weight.count_nonzero()
+    weights["lm_head.weight"][3, 3] += 1
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"two that differ, but tied here: .*lm_head.weight"):
+        build(path=tmp_path)
+
+
 def test_a_folder_without_safetensors_is_refused(tmp_path):
     built(LLAMA).model.config.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"holds neither model\.safetensors nor"):

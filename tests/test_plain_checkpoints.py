@@ -185,6 +185,25 @@ def test_stored_weights_that_lack_a_name_are_refused_with_all_that_is_missing(
     assert "head.weight" not in told, "it is tied to what is there"
 
 
+@pytest.mark.parametrize("layout", ["zero3x2", "pp2"])
+def test_two_values_for_one_tied_weight_are_refused(
+    plain: tuple[Path, dict[str, Any]], tmp_path: Path, layout: str
+) -> None:
+    state = torch.load(plain[0], weights_only=True)["state_dict"]
+    twice = {name: value.clone() for name, value in state.items()}
+    save_file(twice, tmp_path / "same.safetensors")
+    assert run(layout, weights_of, tmp_path / "same.safetensors", False)
+    head = twice["model.head.weight"]
+    head[-1, -1] += 1
+    save_file(twice, tmp_path / "unlike.safetensors")
+    for told in run(layout, refused_weights, tmp_path / "unlike.safetensors"):
+        assert "model.head.weight differs from model.embed.weight, but" in told, told
+    # Of what does not fit, the first name counts, on all stages.
+    for rank in run(layout, weights_of, tmp_path / "unlike.safetensors", True):
+        for name in {"model.head.weight", "model.embed.weight"} & rank.keys():
+            assert torch.equal(rank[name], state["model.embed.weight"]), name
+
+
 def test_weights_alone_are_no_run_to_go_on_with(plain: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     torch.save(torch.load(plain[0], weights_only=True)["state_dict"], tmp_path / "weights.pt")
     assert all("initial_weights=" in told for told in run("zero3x2", refusal, tmp_path, tmp_path / "weights.pt"))

@@ -16,7 +16,7 @@ from lightning_3d.errors import ConfigError, ModelError
 from lightning_3d.models.language_model import CausalLanguageModel, next_token_loss
 from lightning_3d.models.lora import add_adapters, check_lora
 from lightning_3d.models.optimization import Optimization
-from lightning_3d.models.weight_files import open_safetensors, some
+from lightning_3d.models.weight_files import equal_values, open_safetensors, some
 
 # Old checkpoints stored these caches; every version computes them from the config.
 _STALE_KEYS = (r"rotary_emb\.inv_freq$",)
@@ -203,16 +203,16 @@ def load_safetensors_(model: nn.Module, *, folder: Path) -> nn.Module:
     On the meta device the copies do nothing but can be recorded: the sources stay mapped from the files.
 
     Raises:
-        ModelError: weights that are missing, unexpected or of another shape (one error that lists them), or no
-            safetensors in the folder.
+        ModelError: weights that are missing, unexpected, of another shape, or stored as two that differ but are one
+            here (one error that lists them), or no safetensors in the folder.
     """
     stored = open_safetensors(folder)
     targets = model.state_dict(keep_vars=True)
     prefix = _missing_prefix(model, stored)
     ignored = [*_STALE_KEYS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
 
-    loaded: set[int] = set()
-    unexpected, misshapen = [], []
+    loaded: dict[int, str] = {}
+    unexpected, misshapen, unlike = [], [], []
     for name, tensor in stored.items():
         target = targets.get(prefix + name)
         if target is None:
@@ -220,15 +220,22 @@ def load_safetensors_(model: nn.Module, *, folder: Path) -> nn.Module:
                 unexpected.append(name)
         elif target.shape != tensor.shape:
             misshapen.append(f"{prefix + name} is {tuple(tensor.shape)} for {tuple(target.shape)}")
-            loaded.add(id(target))
-        else:
+            loaded[id(target)] = name
+        elif id(target) not in loaded:
             target.copy_(tensor)
-            loaded.add(id(target))
+            loaded[id(target)] = name
+        elif not equal_values(stored[loaded[id(target)]], tensor):
+            unlike.append(f"{name} and {loaded[id(target)]}")
     # By identity, because tied weights are stored under one of their names.
     missing = [name for name, target in targets.items() if id(target) not in loaded]
     problems = [
         f"{kind}: {some(names)}."
-        for kind, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen))
+        for kind, names in (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("of another shape", misshapen),
+            ("stored as two that differ, but tied here", unlike),
+        )
         if names
     ]
     if problems:

@@ -86,6 +86,15 @@ def open_torch_file(path: Path, *, weights_only: bool | None = None) -> dict[str
     return content
 
 
+def equal_values(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same values, NaN too, once the second has the dtype of the first."""
+    same_memory = one.data_ptr() == other.data_ptr() and one.stride() == other.stride() and one.dtype == other.dtype
+    if one.shape != other.shape or same_memory:
+        return one.shape == other.shape
+    one, other = (value.to(one.dtype).contiguous().reshape(-1).view(torch.uint8) for value in (one, other))
+    return torch.equal(one, other)
+
+
 def some(names: Sequence[str], *, most: int = 8) -> str:
     """The first names, and how many more there are."""
     listed = ", ".join(names[:most])

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.checkpoint.names import find_prefix, own_names, saved_name, without_stale
 from lightning_3d.errors import CheckpointError
-from lightning_3d.parallel.local import part_like
+from lightning_3d.models.weight_files import equal_values
+from lightning_3d.parallel.local import local_tensor, part_like
 
 if TYPE_CHECKING:
     from lightning_3d.strategies.checkpointing import CheckpointingStrategy
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 def load_weights_(strategy: CheckpointingStrategy, state: Mapping[str, Any], *, strict: bool, source: str) -> None:
     """Give the module its state, each rank its part of what came whole; collective.
 
-    A name that is missing beside another name of the same parameter is no fault: they are tied.
+    A name that is missing beside another name of the same parameter is no fault: they are tied. Of several the first
+    counts; it is a fault if they differ.
 
     Args:
         state: by the module's own names; whole tensors, or already sharded as the module's.
@@ -36,9 +38,18 @@ def load_weights_(strategy: CheckpointingStrategy, state: Mapping[str, Any], *, 
     strategy.share.reshard()
     own, elsewhere = module.state_dict(), strategy.share.elsewhere
     mine = {name: value for name, value in state.items() if name not in elsewhere}
+    unlike: list[str] = []
     for names in _tied(module, strategy.share.aliases):
-        known = next((name for name in names if name in state), None)
-        mine.update({name: state[known] for name in names if known is not None and name in own and name not in mine})
+        here, stored = [name for name in names if name in own], [name for name in names if name in state]
+        if not here or not stored:
+            continue
+        first, *others = stored
+        mine.update(dict.fromkeys(here, state[first]))
+        unlike += [
+            f"{other} differs from {first}, but the two are one here."
+            for other in others
+            if not _equal_parts(state[first], state[other], own[here[0]])
+        ]
     parts = {name: placed(value, own.get(name)) for name, value in mine.items()}
     problems: list[str] = []
     try:
@@ -46,9 +57,10 @@ def load_weights_(strategy: CheckpointingStrategy, state: Mapping[str, Any], *, 
             left = module.load_state_dict(parts, strict=strict)
         problems = [f"missing: {name}" for name in left.missing_keys]
         problems += [f"unexpected: {name}" for name in left.unexpected_keys]
-        fatal = False
+        fatal = strict and bool(unlike)
     except RuntimeError as error:
         problems, fatal = [line.strip() for line in str(error).split("\n")[1:] if line.strip()] or [str(error)], True
+    problems += unlike
     told: list[tuple[list[str], bool]] = [(problems, fatal)] * dist.get_world_size()
     dist.all_gather_object(told, (problems, fatal))
     lines = list(dict.fromkeys(line for lines, _ in told for line in lines))
@@ -120,6 +132,17 @@ def placed(value: Any, target: Any) -> Any:
         shape=target.shape,
         stride=target.stride(),
     )
+
+
+def _equal_parts(one: Any, other: Any, target: torch.Tensor) -> bool:
+    """Of two values for one parameter, whether what this rank takes is equal."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or one.shape != other.shape:
+        return False
+    one, other = (
+        local_tensor(value) if isinstance(value, DTensor) or value.shape != target.shape else part_like(value, target)
+        for value in (one, other)
+    )
+    return equal_values(one, other)
 
 
 def _tied(module: nn.Module, aliases: Mapping[str, str]) -> Iterator[list[str]]:
