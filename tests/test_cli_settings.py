@@ -131,6 +131,20 @@ def test_unknown_command_is_refused(capsys):
     assert "no command 'trian'" in capsys.readouterr().err
 
 
+def test_folder_of_a_model_is_found_again_from_any_folder(in_empty_folder, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    model = in_empty_folder / "the model's ü"
+    transformers.AutoConfig.for_model("llama", num_hidden_layers=1).save_pretrained(model)
+    given = ["recipe=finetune_hf", 'model.path="the model\'s ü"', "logger=none", "run_dir=run"]
+    recipe, overrides, config, folder = prepare(given)
+    assert config["model"]["path"] == config["data"]["tokenizer"] == str(model)
+    run_folder.write_config(folder, config, recipe=recipe, overrides=overrides)
+    (in_empty_folder / "elsewhere").mkdir()
+    monkeypatch.chdir(in_empty_folder / "elsewhere")
+    _, _, resumed, _ = prepare([f"run_dir={in_empty_folder}/run", "resume=auto"])
+    assert resumed["model"]["path"] == resumed["data"]["tokenizer"] == str(model)
+
+
 def test_layout_that_cannot_be_is_an_error_of_the_layout():
     with pytest.raises(LayoutError):
         prepare(["layout=dp2-dp2"])

@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+from lightning_3d.models.hf_folder import counterpart_of  # noqa: E402
 from lightning_3d.models.huggingface import HFCausalLM, load_safetensors_  # noqa: E402
 
 LLAMA = {
@@ -190,6 +191,17 @@ def test_a_folder_without_safetensors_is_refused(tmp_path):
     built(LLAMA).model.config.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"holds neither model\.safetensors nor"):
         built(path=tmp_path)
+
+
+def test_a_folder_is_remembered_whatever_folder_a_checkpoint_is_used_in(tmp_path, monkeypatch):
+    built(LLAMA).model.config.save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    kept = dict(HFCausalLM(path="model").hparams)
+    assert kept["path"] == str(tmp_path / "model")
+    monkeypatch.chdir("/")
+    assert counterpart_of(kept).folder == tmp_path / "model"
+    with pytest.raises(ConfigError, match=r"path='model', .*no config.json.*--config-from"):
+        counterpart_of({"path": "model"})
 
 
 def test_shards_that_are_not_there_are_named(tmp_path):

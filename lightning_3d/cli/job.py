@@ -29,6 +29,8 @@ from lightning_3d.strategies.processes.launch import Outcome, start_ranks
 
 # Settings that are folders which a run writes to, beside its loggers'.
 _FOLDERS = ("callbacks.checkpoint.dirpath", "data.cache_dir", "trainer.default_root_dir")
+# Settings that are folders or files of a model, which whoever uses the run later must find.
+_MODEL_FOLDERS = ("model.path", "data.tokenizer")
 # What a layout's name says; micro-batches are no part of it.
 _LAYOUT_FIELDS = tuple(field for field in Layout.__dataclass_fields__ if field != "num_microbatches")
 # What an earlier run may have been asked for that a new layout takes the place of.
@@ -140,13 +142,14 @@ def prepare(arguments: Sequence[str], *, folder: Path | None = None) -> tuple[st
     config = resolve(config)
     check_config(config)
     _name_local_folders(config)
+    _name_model_folders(config)
     for key in [*_FOLDERS, *(f"{place}.save_dir" for place in nodes_of(config, "logger"))]:
         if (path := value_at(config, key)) is not None:
             run_folder.check_writable(key, path)
     checkpoint = run_folder.checkpoint_to_resume(config, folder, goes_on=goes_on)
     config["resume"] = None if checkpoint is None else str(checkpoint)
     # The next resume asks anew which checkpoint is the newest.
-    kept = [override for override in overrides if key_of(override) not in ("resume", "run_dir")]
+    kept = [_kept(override, config) for override in overrides if key_of(override) not in ("resume", "run_dir")]
     return recipe, kept, config, folder
 
 
@@ -165,6 +168,25 @@ def _name_local_folders(config: dict[str, Any]) -> None:
         if node.get("dirpath"):
             options = value_at(config, "strategy.storage_options")
             node["dirpath"] = str(place_among(node["dirpath"], storage_options=options))
+
+
+def _name_model_folders(config: dict[str, Any]) -> None:
+    """Write those that are on this machine by their whole path."""
+    for key in _MODEL_FOLDERS:
+        path = value_at(config, key)
+        if isinstance(path, str) and Path(path).exists():
+            group, _, name = key.partition(".")
+            config[group][name] = os.path.abspath(path)
+
+
+def _kept(override: str, config: dict[str, Any]) -> str:
+    """What is asked for again when the run goes on, from whatever folder."""
+    key = key_of(override)
+    path = value_at(config, key)
+    if key not in _MODEL_FOLDERS or not isinstance(path, str) or not os.path.isabs(path):
+        return override
+    quoted = path.replace("'", "\\'")
+    return f"{key}='{quoted}'"
 
 
 def _apply_layout(config: dict[str, Any], *, given: set[str]) -> None:

@@ -31,16 +31,25 @@ class Counterpart:
 
 
 def counterpart_of(hyper_parameters: Mapping[str, Any]) -> Counterpart | None:
-    """What a module with these hyper-parameters is in transformers, or None where they do not tell."""
+    """What a module with these hyper-parameters is in transformers, or None where they do not tell.
+
+    Raises:
+        ConfigError: they name a folder that is not there, or is none of transformers.
+    """
     config, path = hyper_parameters.get("config"), hyper_parameters.get("path")
     gpt = gpt_config_of(hyper_parameters)
     if gpt is not None:
         return Counterpart(llama_config(gpt), own_name=gpt_name)
     if isinstance(config, Mapping) and "model_type" in config:
         return Counterpart(build_config(config))
-    if isinstance(path, str) and (Path(path) / "config.json").is_file():
-        return Counterpart(read_config(Path(path)), Path(path))
-    return None
+    if not isinstance(path, str):
+        return None
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(
+            f"the checkpoint's model is from path={path!r}, which holds no config.json (seen from {Path.cwd()}). "
+            "Give the folder where it is now: --config-from FOLDER."
+        )
+    return Counterpart(read_config(Path(path)), Path(path))
 
 
 def weight_shapes(config: Any) -> dict[str, torch.Size]:

@@ -76,10 +76,11 @@ class HFCausalLM(CausalLanguageModel):
             check_lora(lora)
         self.loss = loss
         self.lora = lora = None if lora is None else dict(lora)
-        self.path = None if path is None else Path(path)
+        # A checkpoint of this module may be used in another working folder.
+        self.path = None if path is None else Path(path).absolute()
         self.model_config = build_config(config) if config is not None else read_config(Path(str(path)))
         config = None if config is None else dict(config)
-        path = None if path is None else str(path)
+        path = None if self.path is None else str(self.path)
         betas = list(betas)
         self.save_hyperparameters()
 
