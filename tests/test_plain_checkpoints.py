@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from training import Recorder, ordered, run, trainer_for, whole_weights
 
 from lightning_3d import Layout
-from lightning_3d.errors import CheckpointError, ConfigError
+from lightning_3d.errors import CheckpointError, ConfigError, ModelError
 from lightning_3d.models.gpt import GPT
 from lightning_3d.strategies.saving.plain_files import check_initial_weights
 
@@ -221,6 +221,19 @@ def test_an_optimizer_over_other_parameters_is_refused(plain: tuple[Path, dict[s
     checkpoint["optimizer_states"][0]["param_groups"][0]["params"].pop()
     torch.save(checkpoint, tmp_path / "bad.ckpt")
     assert all("optimizer groups of" in told for told in run("tp2-pp2", refusal, tmp_path, tmp_path / "bad.ckpt"))
+
+
+def test_a_hugging_face_folder_without_safetensors_says_how_to_write_them(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    torch.save({"weight": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
+    (told,) = run("single", refused_folder, tmp_path)
+    assert "holds neither model.safetensors nor" in told and "save_pretrained()" in told, told
+
+
+def refused_folder(layout: str, folder: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        weights_of(layout, folder, False)
+    return str(caught.value)
 
 
 def test_a_file_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:

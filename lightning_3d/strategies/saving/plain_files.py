@@ -57,8 +57,8 @@ def check_initial_weights(path: str | Path | None) -> Path | None:
 
 
 def is_plain(path: Path) -> bool:
-    """Whether this is a file, or a folder of safetensors."""
-    return path.is_file() or any((path / name).is_file() for name in (INDEX, SINGLE))
+    """Whether this is a file, or a folder of safetensors or of a Hugging Face model."""
+    return path.is_file() or any((path / name).is_file() for name in (INDEX, SINGLE, "config.json"))
 
 
 def load(strategy: CheckpointingStrategy, path: Path, *, weights_only: bool | None) -> dict[str, Any]:
