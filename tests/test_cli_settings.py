@@ -185,6 +185,12 @@ def test_resumed_run_takes_a_new_layout_whatever_laid_it_out_before(in_empty_fol
     assert config["strategy"]["zero_stage"] == 3 and config["strategy"]["tensor_parallel_size"] == 1
 
 
+def test_a_plain_file_to_resume_from_is_told_where_it_serves(in_empty_folder):
+    (in_empty_folder / "plain.ckpt").touch()
+    with pytest.raises(ConfigError, match=r"plain.ckpt is .* strategy.initial_weights=.*plain.ckpt"):
+        prepare(["resume=plain.ckpt"])
+
+
 def test_resume_takes_no_run_whose_name_only_begins_alike(in_empty_folder):
     names = ("gpt-20250101-000000", "gpt-20260101-000000-0a1b", "gpt-large-20270101-000000-ffff")
     for age, name in enumerate(names):

@@ -233,6 +233,16 @@ def test_objects_are_exported_only_if_trusted(tmp_path: Path, capsys: pytest.Cap
     assert "--config-from" in capsys.readouterr().err
 
 
+def test_a_place_below_a_file_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    source = tmp_path / "step=1.ckpt"
+    store.save(source, {"model.w": torch.ones(1)}, extra={}, rank_state={}, summary={"global_step": 1})
+    (tmp_path / "file").touch()
+    for out in ("file/out", "file/deep/out"):
+        assert main(["export", str(source), "--to", "safetensors", str(tmp_path / out)]) == 2
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1 and f"{out} cannot be written" in told, told
+
+
 @pytest.mark.parametrize("size", ["0", "-1", "nan", "inf", "x"])
 def test_sizes_of_files_that_mean_nothing_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture, size: str) -> None:
     assert main(["export", str(tmp_path), "--to", "hf", str(tmp_path / "x"), "--shard-size", size]) == 2

@@ -19,8 +19,9 @@ from lightning_3d.callbacks import SampleText
 from lightning_3d.checkpoint import store
 from lightning_3d.cli import main
 from lightning_3d.cli.generate import generate, parse
+from lightning_3d.cli.saved_run import find_run
 from lightning_3d.data.tokenizer import train_tokenizer
-from lightning_3d.errors import ConfigError, LaunchError
+from lightning_3d.errors import CheckpointError, ConfigError, LaunchError
 from lightning_3d.models.generation import generate_tokens
 from lightning_3d.models.language_model import LanguageModel
 
@@ -128,6 +129,24 @@ def test_calls_that_cannot_work_are_refused(capsys: pytest.CaptureFixture, tmp_p
     for settings in ({"prompts": "def "}, {"prompts": []}, {"every_n_validations": 0}, {"temperature": -1}):
         with pytest.raises(ConfigError):
             SampleText(**settings)
+
+
+def test_a_link_to_a_checkpoint_of_a_run_is_of_that_run(tmp_path: Path) -> None:
+    checkpoint, config = tmp_path / "run" / "checkpoints" / "step=1.ckpt", {"model": {}, "data": {}}
+    store.save(checkpoint, {"model.w": torch.ones(1)}, extra={}, rank_state={}, summary={"global_step": 1})
+    (tmp_path / "run" / "config.yaml").write_text("{model: {}, data: {}}")
+    (tmp_path / "best.ckpt").symlink_to(checkpoint)
+    assert find_run(str(tmp_path / "best.ckpt"), storage_options={}).config == config
+    # The folder of checkpoints may be a link itself.
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "large disk")
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "large disk")
+    assert find_run(str(checkpoint), storage_options={}).config == config
+
+
+def test_a_hugging_face_folder_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"Hugging Face folder.*from_pretrained"):
+        find_run(str(tmp_path), storage_options={})
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,10 @@ def replacing(out: str | os.PathLike[str] | Place) -> Iterator[Path]:
             _upload(draft, where)
         return
     assert isinstance(where, Folder)
-    where.path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        where.path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be written: {error}.") from error
     draft = sibling(where.path, "saving")
     delete(draft)
     try:

@@ -33,12 +33,17 @@ def find_run(config: Mapping[str, Any]) -> Path | None:
     """The existing run folder that ``resume`` means, or None where there is none to go on with.
 
     Raises:
-        ConfigError: ``resume`` is a path or URL without a whole checkpoint.
+        ConfigError: ``resume`` is a file, or a path or URL without a whole checkpoint.
     """
     if config["resume"] is None:
         return None
     if config["resume"] != "auto":
         where = place_among(config["resume"], storage_options=_storage_options(resolve(dict(config))))
+        if isinstance(where, Folder) and where.path.is_file():
+            raise ConfigError(
+                f"resume={config['resume']} is a file, and this command goes on with folders that it has saved. To "
+                f"start from the file's weights: strategy.initial_weights={config['resume']}."
+            )
         if not where.is_whole():
             beside = ", ".join(map(str, where.parent.whole()))
             raise ConfigError(

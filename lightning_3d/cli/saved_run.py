@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from lightning_3d.checkpoint import store
-from lightning_3d.checkpoint.places import Place, place_among
+from lightning_3d.checkpoint.places import Folder, Place, place_among
 from lightning_3d.cli.run_folder import CHECKPOINTS, CONFIG, checkpoint_folders
 from lightning_3d.errors import CheckpointError, ConfigError
 
@@ -37,9 +37,16 @@ def find_run(text: str, *, storage_options: Mapping[str, Any]) -> SavedRun:
     """
     where = place_among(text, storage_options=storage_options)
     if where.is_whole():
-        run = where.parent.parent if where.parent.name == CHECKPOINTS else None
-        return SavedRun(where, None if run is None else _config_in(run))
+        # As it is named, and where a link leads.
+        paths = [where, Folder(where.path.resolve())] if isinstance(where, Folder) else [where]
+        runs = [path.parent.parent for path in paths if path.parent.name == CHECKPOINTS]
+        return SavedRun(where, next(filter(None, map(_config_in, runs)), None))
     config = _config_in(where)
+    if config is None and isinstance(where, Folder) and (where.path / "config.json").is_file():
+        raise CheckpointError(
+            f"{where} is a Hugging Face folder, and no checkpoint of this strategy. transformers reads it: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER), and its own generate()."
+        )
     newest = store.newest(*checkpoint_folders(config or {}, where, storage_options=storage_options))
     if newest is None and config is not None:
         raise CheckpointError(f"{where} is a run folder without a whole checkpoint.")
