@@ -341,7 +341,14 @@ for step in ("fit", "test"):
 def start_script(folder: Path, body: str) -> subprocess.Popen:
     script = folder / "script.py"
     script.write_text(SCRIPT.replace("BODY", textwrap.dedent(body)))
-    return subprocess.Popen([sys.executable, str(script), str(folder)], stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, str(script), str(folder)], stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c
+    )
+
+
+def heed_ctrl_c() -> None:
+    """What a shell starts in the background ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_script_runs_once_per_rank_however_often_it_launches(tmp_path):

@@ -95,7 +95,12 @@ def remove(folder: Path, children: Sequence[int]) -> None:
         if not any(Path(f"/proc/{child}").exists() for child in children):
             break
         time.sleep(_SECONDS)
-    shutil.rmtree(folder, ignore_errors=True)
+    for _ in range(3):
+        # What was written into it meanwhile stops that.
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            break
+        time.sleep(_SECONDS)
 
 
 if __name__ == "__main__":

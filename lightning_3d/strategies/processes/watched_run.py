@@ -177,6 +177,8 @@ class WatchedRun:
                 if sig == _requeue_signal(self._trainer):
                     connector: Any = self._trainer._signal_connector
                     connector._slurm_sigusr_handler_fn(sig, None)
+                    # A rank that ends before rank 0 has queued the job may take it along.
+                    self._trainer.strategy.barrier("requeue")
             raise
 
     def _failed(self, error: BaseException) -> None:
@@ -225,8 +227,9 @@ class WatchedRun:
 
     def _leave(self) -> None:
         """The watchdog ends this process."""
-        ScriptLauncher.dismiss_guardian()
         self._board.leave(self._rank)
+        # It removes a folder that nobody may write into from then on.
+        ScriptLauncher.dismiss_guardian()
         self._remove_folder()
 
     def _remove_folder(self) -> None:
