@@ -280,3 +280,107 @@ def test_the_first_epoch_after_a_resume_at_an_epoch_s_end_has_its_own_order_with
     for rank in range(2):
         assert got[rank] == [step for step in expected[rank] if step[0] == 2]
     assert {tuple(step[2]) for step in got[0]} != {tuple(step[2]) for step in expected[0] if step[0] == 0}
+
+
+# ------------------------------------------------------------------ an epoch that ends early
+
+
+class StopAt(L.Callback):
+    def __init__(self, batches: int | None) -> None:
+        self.batches = batches
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 == self.batches:
+            trainer.should_stop = True
+
+
+class Hooks(L.Callback):
+    """Epochs that began and ended, validations and saves, with the number of batches done."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int, int]] = []
+
+    def note(self, trainer: L.Trainer, name: str) -> None:
+        self.seen.append((name, trainer.current_epoch, trainer.fit_loop.total_batch_idx + 1))
+
+    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.note(trainer, "start")
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.note(trainer, "end")
+
+    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.note(trainer, "validation")
+
+
+class Scheduled(Seen):
+    """Rates tell how often each schedule was stepped: by epochs, and by steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), "interval": "epoch"}]
+
+
+def cut(layout: str | None, kind: str, folder: Path, how: str, settings: Any, stop: int | None, resume: bool) -> Any:
+    """A run that ends early, and saves as `how` tells; or one that goes on from there."""
+    L.seed_everything(7, verbose=False)
+    module, hooks = Scheduled(), Hooks()
+    savers = [] if how == "by hand" else [ModelCheckpoint(folder, save_last=True, save_on_train_epoch_end=True)]
+    callbacks = [*savers, hooks, StopAt(stop if how == "should_stop" else None)]
+    trainer = trainer_for(
+        layout, callbacks=callbacks, enable_checkpointing=bool(savers), **{"max_epochs": 4, **settings}
+    )
+    loader = loader_for(kind, 8 // (Layout.parse(layout).data if layout else 1))
+    held_out = DataLoader(Numbers(8), batch_size=2)
+    path = folder / "by hand.ckpt"
+    trainer.fit(module, loader, held_out, ckpt_path=None if not resume else "last" if savers else path)
+    if not savers and not resume:
+        trainer.save_checkpoint(path)
+    return module.seen, trainer.global_step, module.rates, hooks.seen, trainer.current_epoch
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("how", "kind", "settings"),
+    [
+        ("by hand", "plain", {}),
+        ("by hand", "plain", {"max_steps": 20}),
+        ("saver", "plain", {"max_steps": 20, "val_check_interval": 2}),
+        ("saver", "stream", {"max_steps": 20}),
+        ("saver", "plain", {"reload_dataloaders_every_n_epochs": 1}),
+        ("should_stop", "workers", {}),
+        ("should_stop", "stateful own part", {"use_distributed_sampler": False}),
+        ("should_stop", "plain", {"limit_train_batches": 4, "max_steps": 16}),
+        ("by hand", "plain", {"limit_train_batches": 0.8}),
+    ],
+)
+def test_the_rest_of_an_epoch_that_ended_early_is_gone_on_with(
+    tmp_path: Path, how: str, kind: str, settings: dict[str, Any]
+) -> None:
+    if "stateful" in kind:
+        pytest.importorskip("torchdata")
+    length = 4 if "limit_train_batches" in settings else 5
+    expected = run("dp2", cut, kind, tmp_path / "whole", "saver", settings, None, False)
+    for stop in (length + 2, 2 * length):
+        folder, ends = tmp_path / str(stop), {} if how == "should_stop" else {"max_steps": stop}
+        before = run("dp2", cut, kind, folder, how, {**settings, **ends}, stop, False)
+        after = run("dp2", cut, kind, folder, how, settings, None, True)
+        whole = whole_steps([rank[:2] for rank in expected])
+        assert len(whole) == 4 * length
+        assert whole_steps([rank[:2] for rank in before]) == whole[:stop]
+        assert whole_steps([rank[:2] for rank in after]) == whole[stop:]
+        assert after[0][1] == expected[0][1] and after[0][4] == expected[0][4] == 4
+        assert after[0][2] == expected[0][2][stop:]
+        assert after[0][3] == [
+            hook for hook in expected[0][3] if hook[2] > stop or (hook[0], hook[2]) == ("start", stop)
+        ]

@@ -27,7 +27,7 @@ from lightning_3d.layout import Layout
 from lightning_3d.parallel.mesh import new_group
 from lightning_3d.parallel.share import Share
 from lightning_3d.strategies.mesh_strategy import MeshStrategy
-from lightning_3d.strategies.saving import dictionary, resume
+from lightning_3d.strategies.saving import dictionary, loops, resume
 from lightning_3d.strategies.saving.averaging import leave_averages_to_strategy, refuse_whole_averages
 from lightning_3d.strategies.saving.links import Links
 from lightning_3d.strategies.saving.names import keep_names_apart
@@ -323,4 +323,4 @@ class CheckpointingStrategy(MeshStrategy):
         assert self.lightning_module is not None
         resume.load_optimizers(self, checkpoint)
         # The loops were restored just before.
-        resume.leave_finished_epoch(self.lightning_module.trainer)
+        loops.go_on_(self.lightning_module.trainer)

@@ -6,11 +6,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
@@ -29,7 +27,7 @@ from lightning_3d.strategies.saving.weights import by_own_names, load_weights_, 
 if TYPE_CHECKING:
     from lightning_3d.strategies.checkpointing import CheckpointingStrategy
 
-__all__ = ["leave_finished_epoch", "load", "load_initial_weights_", "load_optimizers", "optimizer_state"]
+__all__ = ["load", "load_initial_weights_", "load_optimizers", "optimizer_state"]
 
 
 def optimizer_state(strategy: CheckpointingStrategy, optimizer: Any) -> dict[str, Any]:
@@ -115,17 +113,6 @@ def load_optimizers(strategy: CheckpointingStrategy, checkpoint: Mapping[str, An
             flat_state.restore_(optimizer, flat, names=names, groups=groups)
 
     together(restore, "loading the optimizers' states")
-
-
-def leave_finished_epoch(trainer: L.Trainer) -> None:
-    """Go on with the next epoch after a checkpoint of an epoch's end.
-
-    Lightning does so only where max_steps is not set: else it runs the finished epoch's end once more, and the data of
-    the next epoch are passed over.
-    """
-    epochs: Any = trainer.fit_loop.epoch_progress.current
-    if epochs.ready == epochs.started == epochs.processed:
-        _Loop.restarting.fset(trainer.fit_loop, False)  # type: ignore[attr-defined]
 
 
 def _model_room(module: nn.Module, saved: Mapping[str, Any], *, elsewhere: Collection[str]) -> dict[str, Any]:
