@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,19 @@ pytestmark = pytest.mark.distributed
 class Net(L.LightningModule):
     """Linears, whose parameters and biases are groups of their own."""
 
-    def __init__(self, schedule: str = "none", interval: str = "step") -> None:
+    def __init__(self, schedule: str = "none", interval: str = "step", monitor: str = "val_loss") -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU())
         self.head = nn.Linear(8, 2)
-        self.schedule, self.interval = schedule, interval
+        self.schedule, self.interval, self.monitor = schedule, interval, monitor
         self.rates: dict[int, list[float]] = {}
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         optimizer = self.trainer.optimizers[0]
         self.rates[self.trainer.global_step] = [group["lr"] for group in optimizer.param_groups]
-        return self.head(self.body(batch)).square().mean()
+        loss = self.head(self.body(batch)).square().mean()
+        self.log("train_loss", loss, on_epoch=True, on_step=False)
+        return loss
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self.log("val_loss", self.head(self.body(batch)).square().mean(), sync_dist=True)
@@ -48,11 +51,15 @@ class Net(L.LightningModule):
             scheduler: Any = lr_scheduler.MultiStepLR(optimizer, [2, 5, 6], 0.5)
         elif self.schedule == "onecycle":
             scheduler = lr_scheduler.OneCycleLR(optimizer, [1e-2, 1e-3], total_steps=20)
+        elif self.schedule == "plateau":
+            # Each step but the first one halves.
+            scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=9)
         else:
             warmup = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
             cosine = lr_scheduler.CosineAnnealingLR(optimizer, 12)
             scheduler = lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [3])
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+        config = {"scheduler": scheduler, "interval": self.interval, "monitor": self.monitor, "strict": False}
+        return {"optimizer": optimizer, "lr_scheduler": config}
 
 
 class SaveEachStep(L.Callback):
@@ -74,14 +81,16 @@ def loader(layout: str) -> DataLoader:
     return DataLoader(data, batch_size=8 // Layout.parse(layout).data)
 
 
-def rates(layout: str, folder: Path, schedule: str, interval: str, every: int) -> list[str]:
+def rates(
+    layout: str, folder: Path, schedule: str, interval: str, every: int, monitor: str = "val_loss", **settings: Any
+) -> list[str]:
     """Where the rates of a resumed run differ from those of the undisturbed one."""
 
     def fit(ckpt_path: Path | None) -> dict[int, list[float]]:
         L.seed_everything(1, verbose=False)
-        module = Net(schedule, interval)
+        module = Net(schedule, interval, monitor)
         callbacks = [] if ckpt_path else [SaveEachStep(folder)]
-        trainer = trainer_for(layout, max_epochs=5, check_val_every_n_epoch=every, callbacks=callbacks)
+        trainer = trainer_for(layout, max_epochs=5, check_val_every_n_epoch=every, callbacks=callbacks, **settings)
         trainer.fit(module, loader(layout), loader(layout), ckpt_path=ckpt_path)
         return module.rates
 
@@ -99,9 +108,26 @@ def rates(layout: str, folder: Path, schedule: str, interval: str, every: int) -
 
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("interval", ["step", "epoch"])
-@pytest.mark.parametrize("schedule", ["multistep", "warmup_cosine", "onecycle"])
+@pytest.mark.parametrize("schedule", ["multistep", "warmup_cosine", "onecycle", "plateau"])
 def test_learning_rates_go_on_exactly(tmp_path: Path, schedule: str, interval: str, every: int) -> None:
     assert run("single", rates, tmp_path, schedule, interval, every) == [[]]
+
+
+@pytest.mark.parametrize(
+    ("layout", "interval", "settings"),
+    [
+        ("zero3x2", "epoch", {}),
+        ("single", "epoch", {"monitor": "train_loss"}),
+        ("single", "epoch", {"max_steps": 15}),
+        ("single", "step", {"val_check_interval": 2}),
+        ("single", "epoch", {"limit_val_batches": 0, "monitor": "train_loss"}),
+    ],
+)
+def test_schedules_that_go_by_a_metric_go_on_exactly(
+    tmp_path: Path, layout: str, interval: str, settings: dict[str, Any]
+) -> None:
+    for got in run(layout, partial(rates, **settings), tmp_path, "plateau", interval, 1):
+        assert got == []
 
 
 class Unfreeze(BaseFinetuning):
