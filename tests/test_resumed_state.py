@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from training import run, trainer_for, whole, whole_weights
 
 from lightning_3d import Layout, ThreeDStrategy
+from lightning_3d.errors import CheckpointError
 
 pytestmark = pytest.mark.distributed
 
@@ -171,6 +172,48 @@ def test_layers_unfrozen_before_the_stop_stay_so(tmp_path: Path, layout: str) ->
             assert got[part].keys() == whole_run[part].keys()
             assert all(torch.equal(got[part][name], whole_run[part][name]) for name in got[part]), part
         assert not torch.equal(got["weights"]["body.0.weight"], before["weights"]["body.0.weight"])
+
+
+class Renamed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.top = self._modules.pop("head")
+
+    def head(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.top(x)
+
+
+class RenamesAsItLoads(Renamed):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        for name in ("weight", "bias"):
+            state[f"top.{name}"] = state.pop(f"head.{name}")
+
+
+def renamed(layout: str, kind: type[Net], folder: Path, ckpt_path: Path | None) -> dict[str, Any] | str:
+    L.seed_everything(1, verbose=False)
+    module = kind()
+    trainer = trainer_for(layout, max_epochs=2, callbacks=[] if ckpt_path else [SaveEachStep(folder)])
+    try:
+        trainer.fit(module, loader(layout), ckpt_path=ckpt_path)
+    except CheckpointError as error:
+        return str(error)
+    return {name.replace("top.", "head."): value for name, value in whole_weights(module).items()}
+
+
+@pytest.mark.parametrize("layout", ["zero3x2", "pp2"])
+def test_an_optimizer_goes_on_with_parameters_that_a_hook_renames(tmp_path: Path, layout: str) -> None:
+    expected = run(layout, renamed, Net, tmp_path, None)
+    got = run(layout, renamed, RenamesAsItLoads, tmp_path, tmp_path / "step-4.ckpt")
+    for one, other in zip(got, expected, strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_renamed_parameters_are_all_told_where_no_hook_renames_them(tmp_path: Path) -> None:
+    run("single", renamed, Net, tmp_path, None)
+    (told,) = run("single", renamed, Renamed, tmp_path, tmp_path / "step-4.ckpt")
+    assert "on_load_checkpoint" in told
+    assert all(name in told for name in ("head.weight", "head.bias", "top.weight", "top.bias"))
 
 
 class Counting(nn.Linear):
