@@ -193,6 +193,19 @@ def test_loss_of_the_last_stage_is_in_one_wandb_run_that_a_resumed_run_goes_on_w
     assert any("val_loss" in row for row in logged(files[1]))
 
 
+@pytest.mark.parametrize("save_last", ["true", "link"])
+def test_last_step_is_saved_where_the_checkpoints_do_not_come_out_even(tmp_path, save_last):
+    settings = ["run_dir=here", "logger=none", "callbacks.checkpoint.every_n_train_steps=2", "data.global_batch_size=8"]
+    settings += [f"callbacks.checkpoint.save_last={save_last}", "layout=dp2"]
+    for more, last in ((["trainer.max_steps=5"], 5), (["trainer.max_steps=9", "resume=auto"], 9)):
+        done = train(tmp_path, *settings, *more)
+        assert done.returncode == 0 and f"steps: {last}" in done.stdout, done.stderr
+        newest = store.newest(tmp_path / "here" / "checkpoints")
+        assert newest is not None and newest.summary()["global_step"] == last
+        found = [path.name for path in (tmp_path / "here" / "checkpoints").iterdir() if path.name.startswith("last")]
+        assert found == ["last.ckpt"] and store.summary(tmp_path / "here/checkpoints/last.ckpt")["global_step"] == last
+
+
 def test_failing_rank_is_told_and_ends_the_run(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import os\n"

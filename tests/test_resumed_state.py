@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 from training import run, trainer_for, whole, whole_weights
 
 from lightning_3d import Layout, ThreeDStrategy
+from lightning_3d.errors import CheckpointError
 
 pytestmark = pytest.mark.distributed
 
@@ -23,17 +25,19 @@ pytestmark = pytest.mark.distributed
 class Net(L.LightningModule):
     """Linears, whose parameters and biases are groups of their own."""
 
-    def __init__(self, schedule: str = "none", interval: str = "step") -> None:
+    def __init__(self, schedule: str = "none", interval: str = "step", monitor: str = "val_loss") -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU())
         self.head = nn.Linear(8, 2)
-        self.schedule, self.interval = schedule, interval
+        self.schedule, self.interval, self.monitor = schedule, interval, monitor
         self.rates: dict[int, list[float]] = {}
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         optimizer = self.trainer.optimizers[0]
         self.rates[self.trainer.global_step] = [group["lr"] for group in optimizer.param_groups]
-        return self.head(self.body(batch)).square().mean()
+        loss = self.head(self.body(batch)).square().mean()
+        self.log("train_loss", loss, on_epoch=True, on_step=False)
+        return loss
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self.log("val_loss", self.head(self.body(batch)).square().mean(), sync_dist=True)
@@ -48,11 +52,15 @@ class Net(L.LightningModule):
             scheduler: Any = lr_scheduler.MultiStepLR(optimizer, [2, 5, 6], 0.5)
         elif self.schedule == "onecycle":
             scheduler = lr_scheduler.OneCycleLR(optimizer, [1e-2, 1e-3], total_steps=20)
+        elif self.schedule == "plateau":
+            # Each step but the first one halves.
+            scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=9)
         else:
             warmup = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
             cosine = lr_scheduler.CosineAnnealingLR(optimizer, 12)
             scheduler = lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [3])
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+        config = {"scheduler": scheduler, "interval": self.interval, "monitor": self.monitor, "strict": False}
+        return {"optimizer": optimizer, "lr_scheduler": config}
 
 
 class SaveEachStep(L.Callback):
@@ -74,14 +82,16 @@ def loader(layout: str) -> DataLoader:
     return DataLoader(data, batch_size=8 // Layout.parse(layout).data)
 
 
-def rates(layout: str, folder: Path, schedule: str, interval: str, every: int) -> list[str]:
+def rates(
+    layout: str, folder: Path, schedule: str, interval: str, every: int, monitor: str = "val_loss", **settings: Any
+) -> list[str]:
     """Where the rates of a resumed run differ from those of the undisturbed one."""
 
     def fit(ckpt_path: Path | None) -> dict[int, list[float]]:
         L.seed_everything(1, verbose=False)
-        module = Net(schedule, interval)
+        module = Net(schedule, interval, monitor)
         callbacks = [] if ckpt_path else [SaveEachStep(folder)]
-        trainer = trainer_for(layout, max_epochs=5, check_val_every_n_epoch=every, callbacks=callbacks)
+        trainer = trainer_for(layout, max_epochs=5, check_val_every_n_epoch=every, callbacks=callbacks, **settings)
         trainer.fit(module, loader(layout), loader(layout), ckpt_path=ckpt_path)
         return module.rates
 
@@ -99,9 +109,26 @@ def rates(layout: str, folder: Path, schedule: str, interval: str, every: int) -
 
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("interval", ["step", "epoch"])
-@pytest.mark.parametrize("schedule", ["multistep", "warmup_cosine", "onecycle"])
+@pytest.mark.parametrize("schedule", ["multistep", "warmup_cosine", "onecycle", "plateau"])
 def test_learning_rates_go_on_exactly(tmp_path: Path, schedule: str, interval: str, every: int) -> None:
     assert run("single", rates, tmp_path, schedule, interval, every) == [[]]
+
+
+@pytest.mark.parametrize(
+    ("layout", "interval", "settings"),
+    [
+        ("zero3x2", "epoch", {}),
+        ("single", "epoch", {"monitor": "train_loss"}),
+        ("single", "epoch", {"max_steps": 15}),
+        ("single", "step", {"val_check_interval": 2}),
+        ("single", "epoch", {"limit_val_batches": 0, "monitor": "train_loss"}),
+    ],
+)
+def test_schedules_that_go_by_a_metric_go_on_exactly(
+    tmp_path: Path, layout: str, interval: str, settings: dict[str, Any]
+) -> None:
+    for got in run(layout, partial(rates, **settings), tmp_path, "plateau", interval, 1):
+        assert got == []
 
 
 class Unfreeze(BaseFinetuning):
@@ -145,6 +172,48 @@ def test_layers_unfrozen_before_the_stop_stay_so(tmp_path: Path, layout: str) ->
             assert got[part].keys() == whole_run[part].keys()
             assert all(torch.equal(got[part][name], whole_run[part][name]) for name in got[part]), part
         assert not torch.equal(got["weights"]["body.0.weight"], before["weights"]["body.0.weight"])
+
+
+class Renamed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.top = self._modules.pop("head")
+
+    def head(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.top(x)
+
+
+class RenamesAsItLoads(Renamed):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        for name in ("weight", "bias"):
+            state[f"top.{name}"] = state.pop(f"head.{name}")
+
+
+def renamed(layout: str, kind: type[Net], folder: Path, ckpt_path: Path | None) -> dict[str, Any] | str:
+    L.seed_everything(1, verbose=False)
+    module = kind()
+    trainer = trainer_for(layout, max_epochs=2, callbacks=[] if ckpt_path else [SaveEachStep(folder)])
+    try:
+        trainer.fit(module, loader(layout), ckpt_path=ckpt_path)
+    except CheckpointError as error:
+        return str(error)
+    return {name.replace("top.", "head."): value for name, value in whole_weights(module).items()}
+
+
+@pytest.mark.parametrize("layout", ["zero3x2", "pp2"])
+def test_an_optimizer_goes_on_with_parameters_that_a_hook_renames(tmp_path: Path, layout: str) -> None:
+    expected = run(layout, renamed, Net, tmp_path, None)
+    got = run(layout, renamed, RenamesAsItLoads, tmp_path, tmp_path / "step-4.ckpt")
+    for one, other in zip(got, expected, strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_renamed_parameters_are_all_told_where_no_hook_renames_them(tmp_path: Path) -> None:
+    run("single", renamed, Net, tmp_path, None)
+    (told,) = run("single", renamed, Renamed, tmp_path, tmp_path / "step-4.ckpt")
+    assert "on_load_checkpoint" in told
+    assert all(name in told for name in ("head.weight", "head.bias", "top.weight", "top.bias"))
 
 
 class Counting(nn.Linear):

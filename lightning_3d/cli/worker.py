@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning as L
 import yaml
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_3d.cli import run_folder
 from lightning_3d.cli.build import build, build_trainer
@@ -28,6 +29,8 @@ def run(config: Mapping[str, Any]) -> None:
         lambda record: "litlogger" not in str(record.msg)
     )
     trainer = build_trainer(config)
+    # Last, so that it sees what the others have saved.
+    trainer.callbacks.append(SaveLastStep())  # type: ignore[attr-defined]
     model, data = build(config["model"]), build(config["data"])
     # Storage options may be keys to a bucket.
     strategy = {key: value for key, value in config["strategy"].items() if key != "storage_options"}
@@ -39,6 +42,22 @@ def run(config: Mapping[str, Any]) -> None:
             _tell_result(trainer, data, run_dir=config["run_dir"])
     finally:
         _finish_wandb(failed=sys.exc_info()[0] is not None)
+
+
+class SaveLastStep(L.Callback):
+    """Has a run's last step saved as "last" where it is none at which the ModelCheckpoints save."""
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        for saver in trainer.checkpoint_callbacks:
+            if not isinstance(saver, ModelCheckpoint) or not saver.save_last:
+                continue
+            if saver._last_global_step_saved >= trainer.global_step:
+                continue
+            metrics = saver._monitor_candidates(trainer)
+            if saver.save_last == "link":
+                # It points to one that was saved under a name of its own.
+                saver._save_topk_checkpoint(trainer, metrics)
+            saver._save_last_checkpoint(trainer, metrics)
 
 
 def _layout_name(trainer: L.Trainer) -> str:

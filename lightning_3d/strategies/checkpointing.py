@@ -30,6 +30,7 @@ from lightning_3d.strategies.mesh_strategy import MeshStrategy
 from lightning_3d.strategies.saving import dictionary, resume
 from lightning_3d.strategies.saving.averaging import leave_averages_to_strategy, refuse_whole_averages
 from lightning_3d.strategies.saving.links import Links
+from lightning_3d.strategies.saving.loops import MONITORED, LoopsGoOn, monitored
 from lightning_3d.strategies.saving.names import keep_names_apart
 from lightning_3d.strategies.saving.requeued import requeue_from_committed
 from lightning_3d.strategies.saving.selection import (
@@ -81,6 +82,7 @@ class CheckpointingStrategy(MeshStrategy):
         self._removals: list[str] = []
         self._share: Share | None = None
         self._pending_random_state: dict[str, Any] | None = None
+        self._loops = LoopsGoOn()
 
     @property
     def share(self) -> Share:
@@ -112,6 +114,8 @@ class CheckpointingStrategy(MeshStrategy):
         self._removals = [other for other in self._removals if other != path]
         if self._windows.postpone(self.lightning_module.trainer, checkpoint, path, storage_options):
             return
+        if "loops" in checkpoint:
+            checkpoint.update(monitored(self.lightning_module.trainer))
         # At most one is under way; and a failed one is not overtaken in silence.
         self._settle(self._background.wait)
         # Not earlier: the end of the one before must not let go what belongs to this one.
@@ -263,6 +267,7 @@ class CheckpointingStrategy(MeshStrategy):
                 if folder is not None and not is_url(folder):
                     tell_leftovers(Path(folder))
         self.barrier()
+        self._loops.begin(self.lightning_module.trainer)
 
     def _before_step(self) -> None:
         self._settle(self._background.poll)
@@ -323,4 +328,4 @@ class CheckpointingStrategy(MeshStrategy):
         assert self.lightning_module is not None
         resume.load_optimizers(self, checkpoint)
         # The loops were restored just before.
-        resume.leave_finished_epoch(self.lightning_module.trainer)
+        self._loops.load(self.lightning_module.trainer, checkpoint.get(MONITORED))

@@ -35,6 +35,8 @@ class FeedingStrategy(CheckpointingStrategy):
     # Of each training loader, as a checkpoint has told them; used up as the loaders come.
     _places: list[dict[str, Any]] | None = None
     _longest = -1.0
+    # Loaders that were put at the end of their epoch, and the places that put them there.
+    _at_end: tuple[tuple[Any, dict[str, Any]], ...] = ()
     _in_step: InStep | None = None
     _alike: Alike | None = None
     # Of each loader since loaders were last set up, whether it is shared out; and whether a step has come since.
@@ -130,6 +132,8 @@ class FeedingStrategy(CheckpointingStrategy):
             )
         # The gradients of an open accumulation window are not saved: its samples have had no effect yet.
         batches = loader.load_state_dict(place, at="window")
+        if place["finished"]:
+            self._at_end = (*self._at_end, (loader, place))
         length = sized_len(loader)
         if trainer.fit_loop.restarting and (length or float("inf")) > self._longest:
             self._longest = length or float("inf")
@@ -145,8 +149,13 @@ class FeedingStrategy(CheckpointingStrategy):
                 f"the checkpoint has the places of {len(self._places)} more training loaders than there are. Give the "
                 "loaders that the run was saved with."
             )
-        self._places, self._longest = None, -1.0
         super().on_train_start()
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.fit_loop.epoch_loop.restarting:
+            # The end of the epoch is still to come, and then another iterator, which draws as the one just made.
+            for loader, place in self._at_end:
+                loader.load_state_dict(place, at="window")
+        self._places, self._longest, self._at_end = None, -1.0, ()
 
     def _begin_step(self, step: str, args: Sequence[Any]) -> None:
         super()._begin_step(step, args)
@@ -182,7 +191,7 @@ class FeedingStrategy(CheckpointingStrategy):
         # Lightning would not load them at the end of an epoch, and knows of no other number of ranks.
         places = loop.pop("combined_loader", None)
         if self._goes_on:
-            self._places = places
+            self._places, self._at_end = places, ()
         return checkpoint
 
 
@@ -198,13 +207,10 @@ def _progress(trainer: L.Trainer) -> Progress:
 def _set_batches(trainer: L.Trainer, batches: int, *, in_all: bool = True) -> None:
     """Let Lightning count on from so many batches in this epoch, and from as many more or fewer `in_all`."""
     loop: Any = trainer.fit_loop.epoch_loop
-    accumulated = loop._should_accumulate()
     change = batches - loop.batch_progress.current.processed
     for counts in (loop.batch_progress.current, loop.batch_progress.total)[: 1 + in_all]:
         for name in ("ready", "started", "processed", "completed"):
             setattr(counts, name, getattr(counts, name) + change)
-    # Lightning counts a step for a batch that ended a window when it goes on after it.
-    loop._batches_that_stepped += accumulated - loop._should_accumulate()
 
 
 def _sampler(loader: Any) -> Any:

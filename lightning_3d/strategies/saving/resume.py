@@ -6,11 +6,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
@@ -23,13 +21,16 @@ from lightning_3d.checkpoint.together import together
 from lightning_3d.errors import CheckpointError
 from lightning_3d.strategies.saving import plain_files
 from lightning_3d.strategies.saving.copies import room_for_copies
+from lightning_3d.strategies.saving.renamed import renamed
 from lightning_3d.strategies.saving.saved_groups import follow_saved_groups_
 from lightning_3d.strategies.saving.weights import by_own_names, load_weights_, parameter_names
 
 if TYPE_CHECKING:
     from lightning_3d.strategies.checkpointing import CheckpointingStrategy
 
-__all__ = ["leave_finished_epoch", "load", "load_initial_weights_", "load_optimizers", "optimizer_state"]
+RENAMED = "renamed_parameters"
+
+__all__ = ["load", "load_initial_weights_", "load_optimizers", "optimizer_state"]
 
 
 def optimizer_state(strategy: CheckpointingStrategy, optimizer: Any) -> dict[str, Any]:
@@ -68,6 +69,7 @@ def load(strategy: CheckpointingStrategy, path: str, *, weights_only: bool | Non
     model = _model_room(strategy.lightning_module, below(saved, MODEL), elsewhere=strategy.share.elsewhere)
     optimizers: list[dict[str, Any]] = []
     if fitting:
+        checkpoint[RENAMED] = renamed(strategy, checkpoint, below(saved, MODEL))
         optimizers = together(lambda: _optimizers_room(strategy, checkpoint, saved), f"loading checkpoint {where}")
     state = {f"{MODEL}{key}": value for key, value in model.items()}
     for index, flat in enumerate(optimizers):
@@ -108,24 +110,13 @@ def load_optimizers(strategy: CheckpointingStrategy, checkpoint: Mapping[str, An
     Raises:
         CheckpointError: it does not fit them.
     """
-    names, states = parameter_names(strategy), checkpoint["optimizer_states"]
+    names, states = _names(strategy, checkpoint), checkpoint["optimizer_states"]
 
     def restore() -> None:
         for optimizer, flat, groups in zip(strategy.optimizers, states, checkpoint["optimizer_groups"], strict=True):
             flat_state.restore_(optimizer, flat, names=names, groups=groups)
 
     together(restore, "loading the optimizers' states")
-
-
-def leave_finished_epoch(trainer: L.Trainer) -> None:
-    """Go on with the next epoch after a checkpoint of an epoch's end.
-
-    Lightning does so only where max_steps is not set: else it runs the finished epoch's end once more, and the data of
-    the next epoch are passed over.
-    """
-    epochs: Any = trainer.fit_loop.epoch_progress.current
-    if epochs.ready == epochs.started == epochs.processed:
-        _Loop.restarting.fset(trainer.fit_loop, False)  # type: ignore[attr-defined]
 
 
 def _model_room(module: nn.Module, saved: Mapping[str, Any], *, elsewhere: Collection[str]) -> dict[str, Any]:
@@ -147,9 +138,15 @@ def _model_room(module: nn.Module, saved: Mapping[str, Any], *, elsewhere: Colle
 def _optimizers_room(
     strategy: CheckpointingStrategy, checkpoint: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    follow_saved_groups_(strategy, checkpoint)
-    names = parameter_names(strategy)
+    names = _names(strategy, checkpoint)
+    follow_saved_groups_(strategy, checkpoint, names=names)
     return [
         flat_state.template(optimizer, names=names, saved=below(saved, f"{OPTIMIZER}{index}."))
         for index, optimizer in enumerate(strategy.optimizers)
     ]
+
+
+def _names(strategy: CheckpointingStrategy, checkpoint: Mapping[str, Any]) -> dict[torch.Tensor, str]:
+    """What each parameter was saved as."""
+    old = checkpoint.get(RENAMED, {})
+    return {parameter: old.get(name, name) for parameter, name in parameter_names(strategy).items()}

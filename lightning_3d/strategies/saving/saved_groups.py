@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from lightning_3d.checkpoint.names import saved_name
 from lightning_3d.errors import CheckpointError
 from lightning_3d.models.weight_files import some
-from lightning_3d.strategies.saving.weights import parameter_names
 
 if TYPE_CHECKING:
     from lightning_3d.strategies.checkpointing import CheckpointingStrategy
 
 
-def follow_saved_groups_(strategy: CheckpointingStrategy, checkpoint: Mapping[str, Any]) -> None:
+def follow_saved_groups_(
+    strategy: CheckpointingStrategy, checkpoint: Mapping[str, Any], *, names: Mapping[Tensor, str]
+) -> None:
     """Add the groups that were added in the course of the saved run (what a finetuning callback has unfrozen, say).
+
+    Args:
+        names: what each parameter was saved as.
 
     Raises:
         CheckpointError: another number of optimizers, or other groups than were saved: what each had would be given to
@@ -23,8 +29,7 @@ def follow_saved_groups_(strategy: CheckpointingStrategy, checkpoint: Mapping[st
     """
     groups, orders = checkpoint["optimizer_groups"], checkpoint["optimizer_parameters"]
     require_as_many(strategy, len(groups))
-    named = {name: parameter for parameter, name in parameter_names(strategy).items()}
-    names = {parameter: name for name, parameter in named.items()}
+    named = {name: parameter for parameter, name in names.items()}
     for number, (optimizer, options, order) in enumerate(zip(strategy.optimizers, groups, orders, strict=True)):
         if order is None:
             # Stages had unlike numbers of groups, or theirs were in no known order: options by parameter tell.
