@@ -39,7 +39,7 @@ test-full: lint
 
 # Every pair of layouts and optimizers, every boundary of a resumed run, every write that fails.
 test-checkpoints: $(VENV)/.installed
-	$(BIN)/python -m pytest -q -m slow $(foreach f,checkpoint_layouts resume failing_writes,tests/test_$(f).py)
+	$(BIN)/python -m pytest -q -n $(TEST_JOBS) -m slow $(foreach f,checkpoint_layouts resume failing_writes resumed_state epoch_ends,tests/test_$(f).py)
 
 # A hundred kills, half of them in the middle of a save.
 KILLS ?= 100
@@ -48,7 +48,7 @@ soak-checkpoints: $(VENV)/.installed
 
 # Every rank fails in every phase, by an exception and by SIGKILL; hangs; signals.
 test-faults: $(VENV)/.installed
-	$(BIN)/python -m pytest -q $(foreach f,faults hangs stopping stragglers launch,tests/test_$(f).py)
+	$(BIN)/python -m pytest -q -n $(TEST_JOBS) $(foreach f,faults hangs stopping endings machines stragglers launch,tests/test_$(f).py)
 
 # MINUTES of random kills and automatic resume, then the same run undisturbed: about half as long again.
 MINUTES ?= 30
