@@ -16,7 +16,12 @@ from lightning_3d.errors import LaunchError
 
 pytestmark = pytest.mark.distributed
 
-LAYOUTS = ["dp2", "zero1x2", "zero2x2", "zero3x2", "hsdp2x2"]
+LAYOUTS = [
+    "dp2",
+    "zero2x2",
+    "zero3x2",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero1x2", "hsdp2x2")),
+]
 BATCHES = 6
 
 
