@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -25,7 +26,8 @@ class Whereabouts:
         waits: how often it did, `waited_seconds` how long in all.
         loading_since: on the same clock, when the next batch was asked for; `waited_before_loading` is
             `waited_seconds` at that time.
-        failure: what the run of this process died of, in one line; `failed_in` is where it was then, in words.
+        failure: what the run of this process died of; `failed_in` is where it was then, in words,
+            `failed_at` when, on the clock of `time.time`.
     """
 
     phase: str = "start"
@@ -43,6 +45,7 @@ class Whereabouts:
     waited_before_loading: float = 0.0
     failure: str = ""
     failed_in: str = ""
+    failed_at: float = 0.0
 
     def enter(self, phase: str, *, batch: int | None = None, bounded: bool = False) -> None:
         """A phase begins, or its next batch, which is bounded."""
@@ -76,7 +79,7 @@ class Whereabouts:
         """The run of this process dies, here or at `where`, unless it does so already."""
         if not self.failure:
             # Read by another thread: no failure is without its place.
-            self.failed_in = where or self.describe()
+            self.failed_in, self.failed_at = where or self.describe(), time.time()
             self.failure = failure
 
     def describe(self) -> str:

@@ -162,8 +162,9 @@ def test_cut_network_is_told_where_ranks_wait_for_other_machines_only() -> None:
         {"awaits": (0,), "seconds_ago": 12.0},
         {"awaits": (2,)},
         {"sequence": {"a": 1, "b": 2}},
+        {"done": True},
     ],
-    ids=["computes", "is silent", "and its neighbour wait for each other", "went another way"],
+    ids=["computes", "is silent", "and its neighbour wait for each other", "went another way", "has ended"],
 )
 def test_network_is_not_blamed_where_a_rank(last: dict[str, object]) -> None:
     others = [across(rank, awaits=(3,), sequence={"a": 2, "b": 1} if "sequence" in last else {}) for rank in range(3)]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from watched import Left, alone, dog, stand_still
 
-from lightning_3d.strategies.processes import board, hang_report, meeting, supervise, watchdog
+from lightning_3d.strategies.processes import board, guardian, hang_report, meeting, supervise, watchdog
 from lightning_3d.strategies.processes.board import Board, Post
 from lightning_3d.strategies.processes.watchdog import Watchdog
 from lightning_3d.whereabouts import HERE
@@ -227,7 +227,10 @@ def test_killed_rank_is_told_to_other_machines_by_who_sees_it(
     monkeypatch.setattr(watchdog, "MACHINE", "a")
     found = dog(tmp_path, world_size=3)
     found.look()
-    assert capfd.readouterr().err == "rank 1 of 3 on hostB was killed by a signal; last seen in training, batch 1.\n"
+    assert (
+        capfd.readouterr().err
+        == "rank 1 of 3 on hostB was killed by a signal or os._exit; last seen in training, batch 1.\n"
+    )
 
 
 def test_board_is_deserted_for_other_machines_too_once_dead_ranks_are_told(
@@ -275,6 +278,15 @@ def test_rank_that_leaves_lets_those_of_its_machine_leave_first(tmp_path: Path) 
     thread.join()
 
 
+# A rank that lives for a while with a guardian.
+AWAKE = """
+import subprocess, sys, time
+reading, writing = __import__("os").pipe()
+guardian = subprocess.Popen([sys.executable, "-c", '''{}''', sys.argv[1]], stdin=reading)
+time.sleep(3.0)
+assert guardian.poll() is None
+guardian.kill()
+"""
 STOPPED = """
 import os, pathlib, signal, subprocess, sys
 from lightning_3d.strategies.processes.guardian import Guardian
@@ -305,6 +317,17 @@ def test_ranks_that_are_all_stopped_are_ended_once_another_machine_has_judged(tm
         assert process.stderr.read() == f"{SUMMARY}\n"
     assert not board.runs(child) and not own.exists()
     assert Board(run).said("verdict") == SUMMARY
+
+
+def test_a_rank_that_is_not_stopped_is_not_ended_by_a_verdict(tmp_path: Path) -> None:
+    (tmp_path / "run-0000").mkdir()
+    Board(tmp_path / "run-0000").claim("verdict", SUMMARY)
+    watcher = (
+        f"import sys, pathlib; sys.path.insert(0, {str(Path(guardian.__file__).parent)!r}); import guardian; "
+        "guardian._LEAVE_SECONDS = 0.5; guardian.watch(0, pathlib.Path(sys.argv[1]), 0, 2, [])"
+    )
+    with subprocess.Popen([sys.executable, "-c", AWAKE.format(watcher), str(tmp_path)]) as process:
+        assert process.wait(timeout=60.0) == 0
 
 
 def test_rank_of_a_later_machine_is_told_with_its_own_place(tmp_path: Path) -> None:

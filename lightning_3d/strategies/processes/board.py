@@ -50,7 +50,7 @@ class Post:
         waiting: whether the main thread waits for other ranks.
         awaits: ranks that a pipeline's action needs.
         sequence: collectives begun, by group; a member whose number is lower has not come to the last one.
-        failure: what its run died of, in one line; `failed_in` is where it was then.
+        failure: what its run died of; `failed_in` is where it was then, `failed_at` when (`time.time`).
         done: its run has ended, well or as agreed.
         host: its `MACHINE`; others cannot see its processes. `hostname` is for people.
         vote: see `AgreedStop`.
@@ -68,6 +68,7 @@ class Post:
     sequence: Mapping[str, int] = field(default_factory=dict)
     failure: str = ""
     failed_in: str = ""
+    failed_at: float = 0.0
     done: bool = False
     vote: int | None = None
     host: str = ""

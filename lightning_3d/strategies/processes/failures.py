@@ -9,7 +9,14 @@ from lightning_3d.strategies.processes.board import Post, on_host, runs
 from lightning_3d.strategies.processes.hang_report import silent
 
 # Words of Gloo, c10d and NCCL for a peer that is gone, or whose connection is.
-_LOST = ("gloo/transport", "DistNetworkError", "DistStoreError", "ncclRemoteError")
+_LOST = (
+    "gloo/transport",
+    "DistNetworkError",
+    "DistStoreError",
+    "ncclRemoteError",
+    "ncclSystemError",
+    "NCCL communicator was aborted",
+)
 
 
 @dataclass(frozen=True)
@@ -35,12 +42,13 @@ def lost_connection(failure: str) -> bool:
 
 
 def failed(posts: Mapping[int, Post], *, machine: str) -> list[Post]:
-    """The ranks that raised something, and those of this machine that are dead."""
-    return [
+    """Those of this machine that are dead, for others fail of that, and the ranks that raised something, in order."""
+    found = [
         post
         for _, post in sorted(posts.items())
         if post.failure or (not post.done and post.host == machine and not runs(post.pid))
     ]
+    return sorted(found, key=lambda post: post.failed_at)
 
 
 def first_cause(
@@ -69,7 +77,7 @@ def first_cause(
 
 
 def _sentence(post: Post, posts: Mapping[int, Post], *, world_size: int) -> str:
-    told = f"was killed by a signal; last seen in {post.where}"
+    told = f"was killed by a signal or os._exit; last seen in {post.where}"
     if post.failure:
         told = f"raised {post.failure}; it was in {post.failed_in}"
     return f"{post.name} of {world_size}{on_host(post, posts)} {told}."

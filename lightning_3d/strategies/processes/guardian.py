@@ -66,7 +66,7 @@ def watch(pipe: int, folder: Path, rank: int, world_size: int, children: Sequenc
         verdicts = list(folder.glob("run-*/verdict"))
         if verdicts:
             decided_at = decided_at or time.monotonic()
-            if time.monotonic() - decided_at > _LEAVE_SECONDS:
+            if time.monotonic() - decided_at > _LEAVE_SECONDS and stopped(parent):
                 print(verdicts[-1].read_text(), file=sys.stderr, flush=True)
                 os.kill(parent, signal.SIGKILL)
                 break
@@ -75,18 +75,25 @@ def watch(pipe: int, folder: Path, rank: int, world_size: int, children: Sequenc
                 return
             break
     posts = sorted(folder.glob(f"run-*/rank-{rank}.where"))
-    known = (folder / "rank-0.error").exists() or any(folder.glob("run-*/verdict"))
+    known = any(folder.glob("rank-*.error")) or any(folder.glob("run-*/verdict"))
     last = json.loads(posts[-1].read_text()) if posts else {}
     if not known:
         # As the supervisors say it, of which this file may import nothing.
         place = ", ".join(f"{axis} {number}" for axis, number in last.get("coordinates", {}).items())
         where = f"; last seen in {last['where']}{f' ({place})' if place else ''}" if last else ""
-        told = f"rank {rank} of {world_size} was killed by a signal{where}. The other ranks were ended."
+        told = f"rank {rank} of {world_size} was killed by a signal or os._exit{where}. The other ranks were ended."
         print(told, file=sys.stderr, flush=True)
     time.sleep(_SECONDS)
     for child in children:
         with contextlib.suppress(OSError):
             os.kill(child, signal.SIGKILL)
+
+
+def stopped(pid: int) -> bool:
+    """Whether a process is, so that it ends by no other signal than SIGKILL; False where there is no /proc."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    return False
 
 
 def remove(folder: Path, children: Sequence[int]) -> None:

@@ -45,19 +45,20 @@ def causes(posts: Mapping[int, Post], *, now: float) -> list[int]:
 
 def cut_hosts(posts: Mapping[int, Post], *, now: float) -> list[str]:
     """The hosts that seem not to hear each other: all ranks wait, and in the end for those of other machines."""
-    able = [post for post in posts.values() if not post.done]
-    if len({post.host for post in able}) < 2 or any(silent(post, now=now) or not post.waiting for post in able):
+    if any(silent(post, now=now) or not post.waiting or post.done for post in posts.values()):
         return []
-    waits = {post.rank: [posts[other] for other in awaited(post.rank, posts)] for post in able}
-    crossing = {post.rank for post in able if any(other.host != post.host for other in waits[post.rank])}
-    for post in able:
+    if len({post.host for post in posts.values()}) < 2:
+        return []
+    waits = {rank: [posts[other] for other in awaited(rank, posts)] for rank in posts}
+    crossing = {rank for rank, post in posts.items() if any(other.host != post.host for other in waits[rank])}
+    for post in posts.values():
         for other in waits[post.rank]:
             if other.host == post.host and waits[other.rank] and other.rank not in crossing:
                 return []
             if _is_behind(post, other) and _is_behind(other, post):
                 # They have taken different ways.
                 return []
-    return sorted({post.hostname for post in able})
+    return sorted({post.hostname for post in posts.values()})
 
 
 def headline(posts: Mapping[int, Post], *, world_size: int, timeout_seconds: float, now: float) -> str:

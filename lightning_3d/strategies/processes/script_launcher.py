@@ -90,17 +90,22 @@ class ScriptLauncher(_Launcher):
             self._start_children()
         _report_uncaught_exceptions()
         self.failed = ScriptLauncher._interrupted = False
+        tuned: _TunerExitException | None = None
         try:
             with supervise.report_errors():
-                result = function(*args, **kwargs)
-        except _TunerExitException:
-            raise
+                try:
+                    result = function(*args, **kwargs)
+                except _TunerExitException as end:
+                    # So ends what Lightning's tuner runs, when it went well.
+                    tuned = end
         except BaseException as error:
             self.failed = True
             self.on_failure(error)
             ScriptLauncher._note(error)
             raise
         self.on_success()
+        if tuned is not None:
+            raise tuned
         return result
 
     @classmethod

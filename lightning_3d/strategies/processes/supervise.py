@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from lightning_3d.errors import Lightning3DError
 from lightning_3d.strategies.processes.board import Board, told
 from lightning_3d.whereabouts import HERE
 
@@ -226,7 +227,9 @@ def first_failure(
             where = _where(boards[rank], first_rank + rank)
             return Failure(rank, 128 - code, f"was killed by {_signal_name(-code)}", where=where)
     if reports:
-        rank, report = min(reports.items(), key=lambda pair: pair[1]["time"])
+        # Where another machine has judged, a broken connection may be reported before the hang is.
+        hangs = {rank: report for rank, report in reports.items() if hung and report["error"].startswith("HangError")}
+        rank, report = min((hangs or reports).items(), key=lambda pair: pair[1]["time"])
         reason = f"reports {report['error']}" if hung else f"raised {report['error']}"
         where = "" if hung else _where(boards[rank], first_rank + rank, now=report.get("where", ""))
         return Failure(rank, max(codes[rank] or 1, 1), reason, report["traceback"], where)
@@ -335,7 +338,7 @@ def report_errors(path: str | os.PathLike[str] | None = None) -> Iterator[None]:
         # the run may be torn down.
         if not reported(error):
             where = getattr(error, "_lightning_3d_where", None) or HERE.describe()
-            written = write_report(_one_line(error), traceback.format_exc(), path=path, where=where)
+            written = write_report(_words(error), traceback.format_exc(), path=path, where=where)
             with contextlib.suppress(AttributeError):
                 error._lightning_3d_where = where  # type: ignore[attr-defined]
                 error._lightning_3d_reported = written  # type: ignore[attr-defined]
@@ -347,8 +350,14 @@ def reported(error: BaseException) -> bool:
     return getattr(error, "_lightning_3d_reported", False)
 
 
-def _one_line(error: BaseException) -> str:
-    text = " ".join(traceback.format_exception_only(error)[-1].split())
+def _words(error: BaseException) -> str:
+    described = traceback.TracebackException.from_exception(error)
+    described.__notes__ = None
+    text = list(described.format_exception_only())[-1].strip()
+    if isinstance(error, Lightning3DError):
+        # Ours say what to do, at their end.
+        return text
+    text = " ".join(text.split())
     return text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]} ..."
 
 

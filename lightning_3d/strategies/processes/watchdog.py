@@ -177,6 +177,7 @@ class Watchdog(threading.Thread):
                 sequence=sequence,
                 failure=HERE.failure,
                 failed_in=HERE.failed_in,
+                failed_at=HERE.failed_at if HERE.failure else 0.0,
                 done=done,
                 vote=self._stop_agreement.vote,
                 host=MACHINE,
@@ -235,15 +236,19 @@ class Watchdog(threading.Thread):
             return self._told
         now = time.time()
         self._failure_known_since = self._failure_known_since or now
+        # Whoever left was ended by its watchdog.
+        present = {rank: post for rank, post in posts.items() if post.failure or not self._board.left(rank)}
         cause = failures.first_cause(
-            posts, world_size=self._world_size, machine=MACHINE, known_since=self._failure_known_since, now=now
+            present, world_size=self._world_size, machine=MACHINE, known_since=self._failure_known_since, now=now
         )
         text = self._board.said("told") or (cause.text if cause else "")
         if not text:
             return False
         self._board.claim("told", text)
+        text = self._board.said("told") or text
         # A supervisor knows its own ranks only.
-        supervised = supervised_folder() is not None and cause is not None and cause.machine == MACHINE
+        here = all(post.host == MACHINE for post in posts.values()) or (cause is not None and cause.machine == MACHINE)
+        supervised = supervised_folder() is not None and here
         if not supervised and self._board.claim(f"told-{MACHINE}"):
             print(text, file=sys.stderr, flush=True)
         self._told = True

@@ -176,9 +176,11 @@ class WatchedRun:
                 HERE.enter(f"stopping before step {self._trainer.global_step + 1}")
                 if sig == _requeue_signal(self._trainer):
                     connector: Any = self._trainer._signal_connector
-                    connector._slurm_sigusr_handler_fn(sig, None)
-                    # A rank that ends before rank 0 has queued the job may take it along.
-                    self._trainer.strategy.barrier("requeue")
+                    try:
+                        connector._slurm_sigusr_handler_fn(sig, None)
+                    finally:
+                        # A rank that ends before rank 0 has queued the job may take it along.
+                        self._trainer.strategy.barrier("requeue")
             raise
 
     def _failed(self, error: BaseException) -> None:
