@@ -193,10 +193,18 @@ def test_loss_of_the_last_stage_is_in_one_wandb_run_that_a_resumed_run_goes_on_w
     assert any("val_loss" in row for row in logged(files[1]))
 
 
-@pytest.mark.parametrize("save_last", ["true", "link"])
-def test_last_step_is_saved_where_the_checkpoints_do_not_come_out_even(tmp_path, save_last):
+# By which the first checkpoint stays the best.
+FALLING = [
+    "callbacks.checkpoint.monitor=train_loss",
+    "callbacks.checkpoint.mode=max",
+    "callbacks.checkpoint.save_top_k=1",
+]
+
+
+@pytest.mark.parametrize(("save_last", "best"), [("true", []), ("link", []), ("link", FALLING)])
+def test_last_step_is_saved_where_the_checkpoints_do_not_come_out_even(tmp_path, save_last, best):
     settings = ["run_dir=here", "logger=none", "callbacks.checkpoint.every_n_train_steps=2", "data.global_batch_size=8"]
-    settings += [f"callbacks.checkpoint.save_last={save_last}", "layout=dp2"]
+    settings += [f"callbacks.checkpoint.save_last={save_last}", "layout=dp2", *best]
     for more, last in ((["trainer.max_steps=5"], 5), (["trainer.max_steps=9", "resume=auto"], 9)):
         done = train(tmp_path, *settings, *more)
         assert done.returncode == 0 and f"steps: {last}" in done.stdout, done.stderr

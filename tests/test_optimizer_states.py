@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from training import run, trainer_for, whole
+from training import run, trainer_for, whole, whole_weights
 
 from lightning_3d import Layout
 from lightning_3d.checkpoint.export import export_ckpt
@@ -157,6 +157,23 @@ def fit_epochs(layout: str | None, path: Path | None, ckpt_path: Path | None, mo
     if path is not None:
         trainer.save_checkpoint(path)
     return {name: whole(p) for name, p in net.named_parameters()}
+
+
+class Untrained(Net):
+    def configure_optimizers(self) -> None:
+        return None
+
+
+def save_untrained(layout: str, path: Path) -> Any:
+    trainer = trainer_for(layout, max_steps=1)
+    trainer.fit(Untrained(), DataLoader(torch.randn(8, 4), batch_size=8))
+    trainer.save_checkpoint(path)
+    return whole_weights(Untrained.load_from_checkpoint(path, weights_only=False))
+
+
+def test_a_module_without_an_optimizer_is_saved(tmp_path: Path) -> None:
+    (weights,) = run("single", save_untrained, tmp_path / "untrained.ckpt")
+    assert weights.keys() == Net().state_dict().keys()
 
 
 def refusal(layout: str, ckpt_path: Path | None, module: Any, path: Path | None = None) -> str:

@@ -204,6 +204,28 @@ def test_two_values_for_one_tied_weight_are_refused(
             assert torch.equal(rank[name], state["model.embed.weight"]), name
 
 
+class Untied(FourBlocks):
+    def _build(self) -> None:
+        super()._build()
+        self.model = GPT(replace(self.model.config, tie_embeddings=False))  # type: ignore[union-attr]
+
+
+def save_untied(layout: str, path: Path) -> None:
+    L.seed_everything(1, verbose=False)
+    trainer = trainer_for(layout, max_steps=1, precision="64-true")
+    trainer.fit(Untied(lazy=True), ordered(Rows(), replicas=1))
+    trainer.save_checkpoint(path)
+
+
+@pytest.mark.parametrize("layout", ["single", "zero3x2", "pp2"])
+def test_a_checkpoint_of_a_model_that_was_not_tied_is_refused_as_its_weights_alone_are(
+    tmp_path: Path, layout: str
+) -> None:
+    run("single", save_untied, tmp_path / "untied.ckpt")
+    for told in run(layout, refused_weights, tmp_path / "untied.ckpt"):
+        assert "model.head.weight differs from model.embed.weight, but" in told, told
+
+
 def test_weights_alone_are_no_run_to_go_on_with(plain: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     torch.save(torch.load(plain[0], weights_only=True)["state_dict"], tmp_path / "weights.pt")
     assert all("initial_weights=" in told for told in run("zero3x2", refusal, tmp_path, tmp_path / "weights.pt"))

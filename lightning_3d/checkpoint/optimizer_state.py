@@ -33,6 +33,9 @@ def flatten(optimizer: Optimizer, *, names: Names) -> dict[str, Any]:
         CheckpointError: an entry's key is neither a string nor a literal of Python's.
     """
     packed = optimizer.state_dict()
+    if not packed:
+        # What stands for no optimizer.
+        return {}
     # As `load_state_dict` numbers them.
     numbers: dict[torch.Tensor, Any] = {}
     for group, packed_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
@@ -73,13 +76,19 @@ def parted(key: str, *, names: Collection[str]) -> tuple[str, str, Any]:
 
     >>> parted("state.net.weight.ema.short", names={"net.weight"})
     ('state', 'net.weight', 'ema.short')
+    >>> parted("state.net.weight.#of mine", names={"net.weight"})
+    ('state', 'net.weight', '#of mine')
     """
     kind, _, rest = key.partition(".")
     end = rest.find(".")
     while end >= 0 and rest[:end] not in names:
         end = rest.find(".", end + 1)
-    entry = rest[end + 1 :]
-    return kind, rest[: max(end, 0)], ast.literal_eval(entry[1:]) if entry.startswith("#") else entry
+    entry: Any = rest[end + 1 :]
+    if entry.startswith("#"):
+        # Else a string that was saved as it is.
+        with contextlib.suppress(ValueError, SyntaxError):
+            entry = ast.literal_eval(entry[1:])
+    return kind, rest[: max(end, 0)], entry
 
 
 def template(optimizer: Optimizer, *, names: Names, saved: Mapping[str, Any]) -> dict[str, Any]:

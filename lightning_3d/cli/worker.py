@@ -55,8 +55,11 @@ class SaveLastStep(L.Callback):
                 continue
             metrics = saver._monitor_candidates(trainer)
             if saver.save_last == "link":
-                # It points to one that was saved under a name of its own.
-                saver._save_topk_checkpoint(trainer, metrics)
+                # It points to one that was saved under a name of its own, be it among the best or not.
+                if saver.monitor is None or saver.monitor in metrics:
+                    saver._save_topk_checkpoint(trainer, metrics)
+                if saver._last_global_step_saved < trainer.global_step:
+                    saver._save_checkpoint(trainer, saver.format_checkpoint_name(metrics))
             saver._save_last_checkpoint(trainer, metrics)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -19,11 +20,12 @@ from lightning_3d.checkpoint.places import Folder
 from lightning_3d.checkpoint.plain import COPIES, MODEL, OPTIMIZER, below, copy_key, is_tensor
 from lightning_3d.checkpoint.together import together
 from lightning_3d.errors import CheckpointError
+from lightning_3d.parallel.share import Share
 from lightning_3d.strategies.saving import plain_files
 from lightning_3d.strategies.saving.copies import room_for_copies
 from lightning_3d.strategies.saving.renamed import renamed
 from lightning_3d.strategies.saving.saved_groups import follow_saved_groups_
-from lightning_3d.strategies.saving.weights import by_own_names, load_weights_, parameter_names
+from lightning_3d.strategies.saving.weights import by_own_names, load_weights_, parameter_names, tied_names
 
 if TYPE_CHECKING:
     from lightning_3d.strategies.checkpointing import CheckpointingStrategy
@@ -66,7 +68,7 @@ def load(strategy: CheckpointingStrategy, path: str, *, weights_only: bool | Non
             f"its weights, leave out ckpt_path and set ThreeDStrategy(initial_weights={local!r})."
         )
     checkpoint = together(lambda: store.load_extra(where, weights_only=restricted), f"loading checkpoint {where}")
-    model = _model_room(strategy.lightning_module, below(saved, MODEL), elsewhere=strategy.share.elsewhere)
+    model = _model_room(strategy.lightning_module, below(saved, MODEL), share=strategy.share)
     optimizers: list[dict[str, Any]] = []
     if fitting:
         checkpoint[RENAMED] = renamed(strategy, checkpoint, below(saved, MODEL))
@@ -98,7 +100,7 @@ def load_initial_weights_(strategy: CheckpointingStrategy, path: Path) -> None:
     module = strategy.lightning_module
     assert module is not None
     store.require_committed(path)
-    model = _model_room(module, below(store.saved_tensors(path), MODEL), elsewhere=strategy.share.elsewhere)
+    model = _model_room(module, below(store.saved_tensors(path), MODEL), share=strategy.share)
     state: dict[str, Any] = {f"{MODEL}{key}": value for key, value in model.items()}
     store.load_tensors(path, state)
     load_weights_(strategy, by_own_names(strategy, below(state, MODEL)), strict=module.strict_loading, source=str(path))
@@ -114,22 +116,33 @@ def load_optimizers(strategy: CheckpointingStrategy, checkpoint: Mapping[str, An
 
     def restore() -> None:
         for optimizer, flat, groups in zip(strategy.optimizers, states, checkpoint["optimizer_groups"], strict=True):
-            flat_state.restore_(optimizer, flat, names=names, groups=groups)
+            # What is no parameter's torch leaves where it was read.
+            others = move_data_to_device(flat.get(flat_state.OTHERS, {}), strategy.root_device)
+            flat_state.restore_(optimizer, {**flat, flat_state.OTHERS: others}, names=names, groups=groups)
 
     together(restore, "loading the optimizers' states")
 
 
-def _model_room(module: nn.Module, saved: Mapping[str, Any], *, elsewhere: Collection[str]) -> dict[str, Any]:
+def _model_room(module: nn.Module, saved: Mapping[str, Any], *, share: Share) -> dict[str, Any]:
     own = {saved_name(name): value for name, value in module.state_dict().items()}
-    others = {saved_name(name) for name in elsewhere}
+    others = {saved_name(name) for name in share.elsewhere}
+    here = {
+        saved_name(name): next((other for other in map(saved_name, names) if other in own), "")
+        for names in tied_names(module, share.aliases)
+        for name in names
+    }
+    taken: set[str] = set()
     room: dict[str, Any] = {}
     for key, entry in saved.items():
-        if key in others:
+        name = here.get(key) or key
+        if key in others and name not in own:
             continue
         if not is_tensor(entry):
             room[key] = None
-        elif getattr(own.get(key), "shape", None) == entry.size:
-            room[key] = own[key]
+        elif getattr(own.get(name), "shape", None) == entry.size:
+            # Values of two names of one weight are compared before either counts.
+            room[key] = torch.empty_like(own[name]) if name in taken else own[name]
+            taken.add(name)
         else:
             room[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
     return room

@@ -39,7 +39,7 @@ def load_weights_(strategy: CheckpointingStrategy, state: Mapping[str, Any], *, 
     own, elsewhere = module.state_dict(), strategy.share.elsewhere
     mine = {name: value for name, value in state.items() if name not in elsewhere}
     unlike: list[str] = []
-    for names in _tied(module, strategy.share.aliases):
+    for names in tied_names(module, strategy.share.aliases):
         here, stored = [name for name in names if name in own], [name for name in names if name in state]
         if not here or not stored:
             continue
@@ -145,7 +145,7 @@ def _equal_parts(one: Any, other: Any, target: torch.Tensor) -> bool:
     return equal_values(one, other)
 
 
-def _tied(module: nn.Module, aliases: Mapping[str, str]) -> Iterator[list[str]]:
+def tied_names(module: nn.Module, aliases: Mapping[str, str]) -> Iterator[list[str]]:
     """Names of one parameter each, where there are several, also where another rank has the others."""
     groups: dict[str, dict[str, None]] = {}
     first: dict[int, str] = {}
