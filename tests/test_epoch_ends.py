@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +174,205 @@ def test_steps_of_logs_go_on_in_an_epoch_that_ended_early(tmp_path: Path, stop: 
     got = run("dp2", logged, tmp_path, (), None, tmp_path / f"{stop}.ckpt")[0]
     # An open window has not moved the weights.
     assert got[:2] == {2: (seen[2:], steps[1:]), 3: (seen[2:], steps[1:]), 7: (seen[7:], steps[4:])}[stop]
+
+
+class Everything(Scheduled):
+    """With what follows a batch: validations, by their batches, and a schedule that halves at each of its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[tuple[int, int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("seen", float(batch_idx))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append((self.trainer.fit_loop.total_batch_idx + 1, batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        (optimizer,), (by_epochs,) = super().configure_optimizers()
+        by_steps = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=9, eps=0.0)
+        config = {"scheduler": by_steps, "interval": "step", "monitor": "seen"}
+        return [optimizer], [by_epochs, config]
+
+
+class Broken(Exception):
+    """What ends a run in the tests."""
+
+
+class Breaks(L.Callback):
+    """Ends the run in a hook once so many batches were begun, by an error or a signal."""
+
+    def __init__(self, hook: str, batches: int, index: int = 0, *, signalled: bool = False) -> None:
+        self.hook, self.batches, self.index, self.signalled = hook, batches, index, signalled
+
+    def __str__(self) -> str:
+        return f"{'signal' if self.signalled else 'error'} in {self.hook} {self.batches}"
+
+    def at(self, trainer: L.Trainer, hook: str, index: int = 0) -> None:
+        place = trainer.fit_loop.total_batch_idx + 1
+        if (hook, place, index) != (self.hook, self.batches, self.index):
+            return
+        if not self.signalled:
+            raise Broken
+        os.kill(os.getpid(), signal.SIGTERM)
+        # The run stops at the boundary that follows the watchdog's vote.
+        while trainer.strategy._run._stop.vote is None:  # type: ignore[attr-defined]
+            time.sleep(0.02)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.at(trainer, "epoch start")
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.at(trainer, "epoch end")
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.at(trainer, "batch start")
+
+    def on_before_backward(self, trainer: L.Trainer, *_: Any) -> None:
+        self.at(trainer, "step")
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.at(trainer, "batch end")
+
+    def on_validation_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.at(trainer, "validation start")
+
+    def on_validation_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, index: int, *_: Any) -> None:
+        self.at(trainer, "validation step", index)
+
+    def on_validation_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.at(trainer, "validation batch end", args[3])
+
+    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.at(trainer, "validation end")
+
+
+class SaveIn(L.Callback):
+    """A checkpoint in a hook, after so many batches; None: after any number."""
+
+    def __init__(self, path: Path, hook: str, batches: int | None) -> None:
+        self.path, self.hook, self.batches = path, hook, batches
+
+    def at(self, trainer: L.Trainer, hook: str) -> None:
+        if hook == self.hook and self.batches in (None, trainer.fit_loop.total_batch_idx + 1):
+            trainer.save_checkpoint(self.path)
+
+    def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
+        self.at(trainer, "exception")
+
+    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.at(trainer, "epoch start")
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.at(trainer, "batch end")
+
+    def on_validation_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.at(trainer, "validation start")
+
+    def on_validation_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.at(trainer, "validation batch end")
+
+    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.at(trainer, "validation end")
+
+
+def everything(layout: str, callbacks: list[Any], path: Path | None, settings: dict[str, Any]) -> Any:
+    """A run that goes on from `path`; or ends early, and saves there."""
+    L.seed_everything(7, verbose=False)
+    breaks = any(isinstance(callback, Breaks) for callback in callbacks)
+    if breaks and path is not None:
+        callbacks = [*callbacks, SaveIn(path, "exception", None)]
+    module, logger, hooks = Everything(), Logged(), Hooks()
+    trainer = trainer_for(layout, max_epochs=3, callbacks=[hooks, *callbacks], logger=logger, **settings)
+    with suppress(Broken, SystemExit):
+        trainer.fit(
+            module, loader_for("plain", 8), DataLoader(Numbers(8), batch_size=4), ckpt_path=None if breaks else path
+        )
+    counts: Any = trainer.fit_loop.epoch_loop
+    stepped = counts._batches_that_stepped, counts.batch_progress.total.ready, trainer.global_step
+    return module.seen, module.rates, module.validated, hooks.seen, logger.steps, stepped
+
+
+def check_goes_on(got: Any, whole: Any, done: int, again: str = "") -> None:
+    """All that comes after `done` batches, with the validation or the start of an epoch that is done there `again`."""
+    batches = done + (again != "validation")
+    assert got[0] == whole[0][done:]
+    assert got[1] == whole[1][done:]
+    assert got[2] == [batch for batch in whole[2] if batch[0] >= batches]
+    assert got[3] == [hook for hook in whole[3] if hook[2] > done or (hook[0], hook[2]) == (again, done)]
+    assert got[5] == whole[5]
+    assert got[4] == whole[4][len(whole[4]) - len(got[4]) :] and got[4][0] == whole[4][-1] + 1 - len(got[4])
+
+
+HALVES = {"val_check_interval": 2}
+ACROSS = {"check_val_every_n_epoch": None, "val_check_interval": 3}
+WINDOWS = {"val_check_interval": 3, "accumulate_grad_batches": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "broken", "done", "again"),
+    [
+        (HALVES, Breaks("step", 4), 3, ""),
+        (HALVES, Breaks("step", 5), 4, ""),
+        (HALVES, Breaks("step", 6), 5, ""),
+        (HALVES, Breaks("batch start", 8), 7, ""),
+        (HALVES, Breaks("batch end", 3), 3, ""),
+        (HALVES, Breaks("batch end", 4), 4, "validation"),
+        (HALVES, Breaks("validation start", 2), 2, "validation"),
+        (HALVES, Breaks("validation start", 4), 4, "validation"),
+        (HALVES, Breaks("validation step", 4, 1), 4, "validation"),
+        (HALVES, Breaks("validation batch end", 4, 0), 4, "validation"),
+        (HALVES, Breaks("validation end", 4), 4, "validation"),
+        (HALVES, Breaks("epoch start", 0), 0, "start"),
+        (HALVES, Breaks("epoch start", 5), 5, "start"),
+        (HALVES, Breaks("epoch end", 5), 5, "start"),
+        (HALVES, Breaks("validation end", 4, signalled=True), 4, ""),
+        (HALVES, Breaks("batch end", 3, signalled=True), 3, ""),
+        (HALVES, Breaks("epoch start", 0, signalled=True), 0, ""),
+        (HALVES, Breaks("epoch end", 5, signalled=True), 5, ""),
+        (ACROSS, Breaks("step", 4), 3, ""),
+        (ACROSS, Breaks("step", 6), 5, ""),
+        (ACROSS, Breaks("validation step", 6, 1), 6, "validation"),
+        (ACROSS, Breaks("validation end", 6, signalled=True), 6, ""),
+        (ACROSS, Breaks("epoch end", 5, signalled=True), 5, ""),
+        (WINDOWS, Breaks("step", 4), 2, ""),
+        (WINDOWS, Breaks("batch end", 3), 2, ""),
+        (WINDOWS, Breaks("validation step", 3, 1), 2, ""),
+        (WINDOWS, Breaks("batch start", 6), 5, ""),
+        (WINDOWS, Breaks("batch end", 6), 5, ""),
+        (WINDOWS, Breaks("validation end", 3, signalled=True), 4, ""),
+    ],
+    ids=str,
+)
+def test_wherever_an_error_or_a_signal_ends_a_run_it_goes_on_and_so_does_what_it_saves_then(
+    tmp_path: Path, settings: dict[str, Any], broken: Breaks, done: int, again: str
+) -> None:
+    (whole,) = run("single", everything, [], None, settings)
+    run("single", everything, [broken], tmp_path / "broken.ckpt", settings)
+    later = [SaveIn(tmp_path / hook, hook, 12) for hook in ("batch end", "validation end")]
+    (got,) = run("single", everything, later, tmp_path / "broken.ckpt", settings)
+    check_goes_on(got, whole, done, again)
+    validated = ("validation", 2, 12) in whole[3]
+    (got,) = run("single", everything, [], tmp_path / "batch end", settings)
+    check_goes_on(got, whole, 12, "validation" if validated else "")
+    if validated:
+        (got,) = run("single", everything, [], tmp_path / "validation end", settings)
+        check_goes_on(got, whole, 12)
+
+
+@pytest.mark.parametrize(
+    ("hook", "done", "again"),
+    [
+        ("epoch start", 5, "start"),
+        ("validation start", 4, "validation"),
+        ("validation batch end", 4, "validation"),
+        ("validation end", 4, ""),
+    ],
+)
+def test_what_a_callback_saves_in_any_hook_goes_on_from_there(tmp_path: Path, hook: str, done: int, again: str) -> None:
+    path = tmp_path / "saved.ckpt"
+    (whole,) = run("single", everything, [SaveIn(path, hook, done)], None, HALVES)
+    (got,) = run("single", everything, [], path, HALVES)
+    check_goes_on(got, whole, done, again)

@@ -30,7 +30,7 @@ from lightning_3d.strategies.mesh_strategy import MeshStrategy
 from lightning_3d.strategies.saving import dictionary, resume
 from lightning_3d.strategies.saving.averaging import leave_averages_to_strategy, refuse_whole_averages
 from lightning_3d.strategies.saving.links import Links
-from lightning_3d.strategies.saving.loops import MONITORED, LoopsGoOn, monitored
+from lightning_3d.strategies.saving.loops import BATCH_ENDED, MONITORED, LoopsGoOn, monitored
 from lightning_3d.strategies.saving.names import keep_names_apart
 from lightning_3d.strategies.saving.requeued import requeue_from_committed
 from lightning_3d.strategies.saving.selection import (
@@ -116,6 +116,7 @@ class CheckpointingStrategy(MeshStrategy):
             return
         if "loops" in checkpoint:
             checkpoint.update(monitored(self.lightning_module.trainer))
+            checkpoint.update(self._loops.place(self.lightning_module.trainer))
         # At most one is under way; and a failed one is not overtaken in silence.
         self._settle(self._background.wait)
         # Not earlier: the end of the one before must not let go what belongs to this one.
@@ -328,4 +329,4 @@ class CheckpointingStrategy(MeshStrategy):
         assert self.lightning_module is not None
         resume.load_optimizers(self, checkpoint)
         # The loops were restored just before.
-        self._loops.load(self.lightning_module.trainer, checkpoint.get(MONITORED))
+        self._loops.load(self.lightning_module.trainer, checkpoint.get(MONITORED), checkpoint.get(BATCH_ENDED))

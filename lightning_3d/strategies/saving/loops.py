@@ -9,6 +9,7 @@ from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.loops.loop import _Loop
 
 MONITORED = "plateau_metrics"
+BATCH_ENDED = "batch_ended"
 
 
 def monitored(trainer: L.Trainer) -> dict[str, Any]:
@@ -28,37 +29,69 @@ class LoopsGoOn:
     """Where a run that loads a checkpoint goes on.
 
     Lightning passes over what is left of an epoch that max_steps, max_time or `should_stop` ended; over the validation
-    that follows the batch at whose end was saved; and over schedules that go by a metric, in the first epoch.
+    that follows the batch at whose end was saved; and over schedules that go by a metric, in the first epoch. And it
+    does twice what follows a batch between which and the next one the run was stopped.
     """
 
     def __init__(self) -> None:
+        # Of how many batches, over all epochs, all is done that follows them.
+        self._ended: int | None = None
         self._forget()
 
     def _forget(self) -> None:
         self._metrics: dict[str, Any] | None = None
-        self._counted = self._batch_ends = self._epoch_ends = False
+        self._counted = self._batch_ends = self._epoch_ends = self._validating = False
 
-    def load(self, trainer: L.Trainer, metrics: dict[str, Any] | None) -> None:
+    def place(self, trainer: L.Trainer) -> dict[str, Any]:
+        """What the counts of the loops do not tell of the place of a checkpoint that is saved now."""
+        batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+        ended = not batches.current.ready or batches.total.ready == self._ended
+        # Where the run goes on the counts tell enough: the last hook in which it may save is `on_validation_end`.
+        return {BATCH_ENDED: ended} if ended or trainer.interrupted else {}
+
+    def load(self, trainer: L.Trainer, metrics: dict[str, Any] | None, batch_ended: bool | None) -> None:
         """Put the counts of the loops right, which were just restored.
 
         Args:
             metrics: what `monitored` gave; None where plain Lightning saved.
+            batch_ended: what `place` gave, if anything.
         """
         self._forget()
         self._metrics = metrics
         loop: Any = trainer.fit_loop
         epochs, batches = loop.epoch_progress, loop.epoch_loop.batch_progress
         done = batches.current.processed
+        # After an exception in a batch, Lightning puts the counts of the epoch right only.
+        for name in ("ready", "started"):
+            setattr(batches.total, name, batches.total.processed + getattr(batches.current, name) - done)
+        window = trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
+        # An exception has ended a window inside: it is begun anew.
+        inside = batch_ended is False and done % window and not batches.is_last_batch
+        # The batches are still those of the epoch before.
+        opening = epochs.current.ready > epochs.current.started
+        if opening:
+            for counts in (epochs.current, epochs.total):
+                counts.ready = counts.started
         if not epochs.current.ready == epochs.current.started == epochs.current.processed:
             if not done == batches.current.started == batches.current.ready:
                 # An exception has ended the batch that comes next.
                 self._counted = True
+            elif batch_ended or inside:
+                self._counted = True
+                # As if the next one had begun: else Lightning does the end of this one once more.
+                for counts in (batches.current, batches.total):
+                    counts.ready += 1
+                    counts.completed = counts.processed
             elif batches.current.completed < done:
                 self._batch_ends = True
                 # Else Lightning leaves out the batch's end.
                 for counts in (batches.current, batches.total):
                     counts.completed = counts.processed
-        elif batches.is_last_batch or not done:
+            else:
+                self._batch_ends = batch_ended is not None
+                validated = loop.epoch_loop.val_loop.batch_progress.current
+                self._validating = not validated.completed or validated.completed < validated.ready
+        elif opening or batches.is_last_batch or not done:
             # Where max_steps is set, Lightning would end the epoch once more, and pass over the data of the next.
             _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]
             self._epoch_ends = epochs.total.completed < epochs.total.processed
@@ -79,9 +112,10 @@ class LoopsGoOn:
         """Do what was still to be done, or let Lightning do it; to be called at the start of the training."""
         loop: Any = trainer.fit_loop
         steps = loop.epoch_loop
+        self._note_ends(steps)
         stepped = not steps._should_accumulate()
-        ended = steps._num_ready_batches_reached()
-        validates = self._batch_ends and steps._should_check_val_fx(loop._data_fetcher)
+        ended = steps._num_ready_batches_reached() and not self._counted
+        validates = (self._batch_ends or self._validating) and steps._should_check_val_fx(loop._data_fetcher)
         trainer.callback_metrics.update(self._metrics or {})
         # Lightning steps no such schedule at the end of the first epoch, since it has none of these metrics.
         lacking = _monitors(trainer) - trainer.callback_metrics.keys()
@@ -89,6 +123,9 @@ class LoopsGoOn:
         if self._counted:
             # Lightning counts a step for the last batch, which was counted.
             steps._batches_that_stepped -= stepped
+            total = steps.batch_progress.total
+            # Lightning takes back only the epoch's counts of a batch that had begun.
+            self._ended = total.ready = total.started = total.processed
         elif validates:
             # So Lightning goes on with the validation, and what comes after it.
             steps.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
@@ -100,9 +137,20 @@ class LoopsGoOn:
             if ended:
                 # With a length, Lightning would read the first batch of another pass.
                 loop._data_fetcher.batches, loop._data_fetcher.done = [], True
+            else:
+                self._ended = steps.batch_progress.total.ready
         elif self._epoch_ends:
             _step_plateaus(trainer)
         self._forget()
+
+    def _note_ends(self, steps: Any) -> None:
+        self._ended = None
+
+        def on_advance_end(fetcher: Any) -> None:
+            type(steps).on_advance_end(steps, fetcher)
+            self._ended = steps.batch_progress.total.ready
+
+        steps.on_advance_end = on_advance_end
 
 
 def _monitors(trainer: L.Trainer) -> set[str]:
