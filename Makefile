@@ -39,7 +39,7 @@ test-full: lint
 
 # Every pair of layouts and optimizers, every boundary of a resumed run, every write that fails.
 test-checkpoints: $(VENV)/.installed
-	$(BIN)/python -m pytest -q -n $(TEST_JOBS) -m slow $(foreach f,checkpoint_layouts resume failing_writes,tests/test_$(f).py)
+	$(BIN)/python -m pytest -q -n $(TEST_JOBS) -m slow $(foreach f,checkpoint_layouts resume epoch_ends failing_writes,tests/test_$(f).py)
 
 # A hundred kills, half of them in the middle of a save.
 KILLS ?= 100
