@@ -22,7 +22,7 @@ from lightning_3d.parallel.local import local_tensor
 
 pytestmark = pytest.mark.distributed
 
-LAYOUTS = ["single", "dp2", "zero1x2", "zero2x2", "zero3x2"]
+LAYOUTS = ["single", "dp2", "zero3x2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero1x2", "zero2x2"))]
 
 # precision: (weights, gradients, moments, what a block's matrix product gives). As Lightning documents its plugins for
 # one process; sharding changes none of it.
