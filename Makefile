@@ -48,7 +48,7 @@ soak-checkpoints: $(VENV)/.installed
 
 # Every rank fails in every phase, by an exception and by SIGKILL; hangs; signals.
 test-faults: $(VENV)/.installed
-	$(BIN)/python -m pytest -q -n $(TEST_JOBS) $(foreach f,faults hangs stopping endings machines stragglers launch,tests/test_$(f).py)
+	$(BIN)/python -m pytest -q -n $(TEST_JOBS) $(foreach f,faults hangs stopping endings machines stragglers launch script_launcher,tests/test_$(f).py)
 
 # MINUTES of random kills and automatic resume, then the same run undisturbed: about half as long again.
 MINUTES ?= 30
