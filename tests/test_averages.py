@@ -87,7 +87,10 @@ def test_average_and_what_it_is_used_for_equal_one_process(tmp_path: Path, layou
     assert not torch.equal(expected["validated"][0]["temperature"], expected["trained"][2]["temperature"])
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("zero3x2", "tp2-pp2"), ("tp2-pp2", "zero2x2"), ("zero3x2", "zero3x2")])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [("zero3x2", "tp2-pp2"), ("tp2-pp2", "zero2x2"), pytest.param("zero3x2", "zero3x2", marks=pytest.mark.slow)],
+)
 def test_average_is_saved_and_goes_on_in_another_layout(tmp_path: Path, saved: str, loaded: str) -> None:
     expected = run(saved, fit, tmp_path / "whole", "ema", None, 5)
     whole = united([rank["end"] for rank in expected])

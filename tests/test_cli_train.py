@@ -201,7 +201,10 @@ FALLING = [
 ]
 
 
-@pytest.mark.parametrize(("save_last", "best"), [("true", []), ("link", []), ("link", FALLING)])
+@pytest.mark.parametrize(
+    ("save_last", "best"),
+    [("link", FALLING), *(pytest.param(kind, [], marks=pytest.mark.slow) for kind in ("true", "link"))],
+)
 def test_last_step_is_saved_where_the_checkpoints_do_not_come_out_even(tmp_path, save_last, best):
     settings = ["run_dir=here", "logger=none", "callbacks.checkpoint.every_n_train_steps=2", "data.global_batch_size=8"]
     settings += [f"callbacks.checkpoint.save_last={save_last}", "layout=dp2", *best]

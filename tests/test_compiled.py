@@ -87,7 +87,7 @@ def state(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["zero3x2", "tp2"])
+@pytest.mark.parametrize("layout", ["zero3x2", pytest.param("tp2", marks=pytest.mark.slow)])
 def test_compiled_and_plain_modules_load_each_other_s_checkpoints(tmp_path: Path, layout: str) -> None:
     keys = []
     for compiled in (True, False):

@@ -75,7 +75,9 @@ class Endless(Dataset):
         return self.rows[index]
 
 
-@pytest.mark.parametrize(("after", "where"), [(0, "training"), (9, "training"), (0, "validation")])
+@pytest.mark.parametrize(
+    ("after", "where"), [pytest.param(0, "training", marks=pytest.mark.slow), (9, "training"), (0, "validation")]
+)
 def test_loading_that_never_ends_on_all_ranks_is_a_hang(after: int, where: str, tmp_path: Path) -> None:
     made: list[DataLoader] = []
     build = faulty_jobs.loader
@@ -304,7 +306,7 @@ def test_rank_of_another_machine_is_told_by_its_number_in_the_job(tmp_path: Path
     assert first.errors.count(cause) == 1 and second.errors.count(cause) == 0, first.errors
 
 
-@pytest.mark.parametrize("rank", [2, 3])
+@pytest.mark.parametrize("rank", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_stopped_rank_ends_both_machines_and_is_named_on_each(rank: int, tmp_path: Path) -> None:
     for end in two_machines(tmp_path, Fault("forward", rank, "SIGSTOP"), timeout=10.0):
         assert end.code != 0 and end.alive == [] and end.seconds < 60

@@ -160,7 +160,7 @@ def export_and_measure(kind: str, folder: Path, batch: int) -> int:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["ckpt", "hf"])
+@pytest.mark.parametrize("kind", [pytest.param("ckpt", marks=pytest.mark.slow), "hf"])
 def test_an_export_holds_no_more_than_one_batch_of_tensors(tmp_path: Path, kind: str) -> None:
     model, tensor, batch = 48 * 4 * 2**20, 4 * 2**20, 16 * 2**20
     peak = in_clean_process(export_and_measure, kind, tmp_path, batch)

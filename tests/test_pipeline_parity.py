@@ -106,7 +106,9 @@ def test_random_numbers_do_not_depend_on_the_cuts() -> None:
         assert all(torch.equal(got[name], expected["weights"][name]) for name in got), layout
 
 
-@pytest.mark.parametrize("layout", ["zero1x2-pp2@interleaved1f1b", "zero3x2-pp2@interleaved1f1b"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("zero1x2-pp2@interleaved1f1b", marks=pytest.mark.slow), "zero3x2-pp2@interleaved1f1b"]
+)
 def test_interleaved_stages_work_with_shards(layout: str) -> None:
     ranks = run(layout, fit_encoder, 1)
     expected = run("zero1x2-pp2", fit_encoder, 1)

@@ -147,7 +147,7 @@ def fit_to_end(layout: str, folder: Path, ckpt_path: Path | None, steps: int) ->
     return whole_weights(module)
 
 
-@pytest.mark.parametrize("other", ["single", "zero2x2", "tp2-pp2", *slow("dp2", "zero3x4", "hsdp2x2")])
+@pytest.mark.parametrize("other", ["single", "tp2-pp2", *slow("dp2", "zero2x2", "zero3x4", "hsdp2x2")])
 @pytest.mark.parametrize("first", ["zero3x2", *slow("tp2-pp2", "zero1x2-pp2")])
 def test_a_run_goes_on_in_another_layout(tmp_path: Path, first: str, other: str) -> None:
     expected = run(first, fit_to_end, tmp_path / "first", None, 6 + ON)
@@ -232,7 +232,10 @@ def fit_after(layout: str, folder: Path, evaluate: str | None, ckpt_path: Path |
     return module.rows, module.drawn, sorted(found.name for found in Folder(folder).whole())
 
 
-@pytest.mark.parametrize(("layout", "evaluate"), [("zero3x2", "validate"), ("pp2", "test"), ("dp2", "predict")])
+@pytest.mark.parametrize(
+    ("layout", "evaluate"),
+    [pytest.param("zero3x2", "validate", marks=pytest.mark.slow), ("pp2", "test"), ("dp2", "predict")],
+)
 def test_a_fit_after_an_evaluation_of_a_checkpoint_begins_at_the_beginning(
     tmp_path: Path, layout: str, evaluate: str
 ) -> None:

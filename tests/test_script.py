@@ -48,7 +48,7 @@ def assert_equal(got: dict[str, Any], expected: dict[str, Any], world_size: int)
         assert row == pytest.approx(expected_row, rel=1e-9)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_the_script_gives_the_numbers_of_auto(tmp_path: Path, devices: int, expected: dict[str, Any]) -> None:
     assert_equal(python(tmp_path, "3d", devices), expected, devices)
 

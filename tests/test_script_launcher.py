@@ -89,7 +89,7 @@ def test_script_whose_rank_dies_after_rank_zero_is_done_does_not_end_well(tmp_pa
     assert "rank 1 of 2 ended with exit code 7" in errors
 
 
-@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("twice", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_interrupt_after_a_run_is_no_failure_of_a_rank(twice, tmp_path):
     script = start_script(
         tmp_path,
