@@ -8,7 +8,7 @@ import pytest
 import yaml
 from lightning.pytorch.callbacks import Checkpoint
 
-from lightning_3d.cli import main, run_folder, sweep, verify
+from lightning_3d.cli import main, run_folder, sweep
 from lightning_3d.cli.build import build_trainer
 from lightning_3d.cli.check import check_layout, check_parts
 from lightning_3d.cli.config import groups, recipes
@@ -237,17 +237,33 @@ def test_ranks_that_cannot_talk_are_told_before_a_folder_is_made(monkeypatch, in
     assert list(in_empty_folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("command", [["train", "layout=tp2"], ["train", "-m", "layout=tp2,pp2"], ["verify"]], ids=str)
+@pytest.mark.parametrize("command", [["train", "layout=tp2"], ["train", "-m", "layout=tp2,pp2"]], ids=str)
 def test_command_that_srun_has_started_several_times_is_refused(monkeypatch, in_empty_folder, command, capsys):
     def never(*_, **__):
         raise AssertionError("something was started")
 
     monkeypatch.setattr(sweep, "start", never)
-    monkeypatch.setattr(verify, "fork_ranks", never)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     assert main(command) == 2
     assert "these would be 4 runs" in capsys.readouterr().err
     assert list(in_empty_folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["verify", "export", "generate"])
+@pytest.mark.parametrize("starter", ["torchrun", "srun"])
+def test_command_of_one_process_that_is_started_several_times_is_refused_by_one(monkeypatch, starter, command, capsys):
+    for rank in ("1", "0"):
+        if starter == "torchrun":
+            as_rank(monkeypatch, rank)
+        else:
+            monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+            monkeypatch.setenv("SLURM_PROCID", rank)
+        if rank == "1":
+            with pytest.raises(SystemExit, match="2"):
+                main([command])
+            assert capsys.readouterr().err == ""
+    assert main([command]) == 2
+    assert f"has started lightning-3d {command} 2 times" in capsys.readouterr().err
 
 
 def test_config_of_an_earlier_start_is_kept_where_there_are_no_hard_links(monkeypatch, in_empty_folder):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,12 @@ def export_ckpt(
             values.update(mapped)
             checkpoint = assemble(extra, {name: values[name] for name in wanted}, optimizer=not weights_only)
             # By name: into a Python file, torch would copy each tensor to bytes first.
-            torch.save(checkpoint, draft)
+            try:
+                torch.save(checkpoint, draft)
+            except RuntimeError as error:
+                # All that torch says of a full disk: unexpected pos 576 vs 534.
+                free = shutil.disk_usage(draft.parent).free
+                raise OSError(f"torch.save: {error}; {free:,} bytes are free") from error
             with draft.open("rb") as written:
                 os.fsync(written.fileno())
         finally:

@@ -30,24 +30,33 @@ def replacing(out: str | os.PathLike[str] | Place) -> Iterator[Path]:
     """
     where = place(out) if isinstance(out, str | os.PathLike) else out
     refuse_existing(where)
-    if isinstance(where, Shelf):
-        with tempfile.TemporaryDirectory(prefix="lightning-3d-") as folder:
-            draft = Path(folder, where.name)
-            yield draft
-            _upload(draft, where)
-        return
-    assert isinstance(where, Folder)
     try:
-        where.path.parent.mkdir(parents=True, exist_ok=True)
+        with _uploaded(where) if isinstance(where, Shelf) else _renamed(where) as draft:
+            yield draft
     except OSError as error:
-        raise CheckpointError(f"{where} cannot be written: {error}.") from error
-    draft = sibling(where.path, "saving")
+        first = f" (a file of {tempfile.gettempdir()} first)" if isinstance(where, Shelf) else ""
+        raise CheckpointError(f"{where} could not be written{first}: {error}. Nothing of it is left.") from error
+
+
+@contextmanager
+def _renamed(out: Place) -> Iterator[Path]:
+    assert isinstance(out, Folder)
+    out.path.parent.mkdir(parents=True, exist_ok=True)
+    draft = sibling(out.path, "saving")
     delete(draft)
     try:
         yield draft
-        os.rename(draft, where.path)
+        os.rename(draft, out.path)
     finally:
         delete(draft)
+
+
+@contextmanager
+def _uploaded(out: Shelf) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="lightning-3d-") as folder:
+        draft = Path(folder, out.name)
+        yield draft
+        _upload(draft, out)
 
 
 def refuse_existing(out: Place) -> None:

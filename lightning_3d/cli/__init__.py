@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from lightning_3d.cli.starts import refuse_starts
 from lightning_3d.errors import Lightning3DError
 
 COMMANDS = {
@@ -32,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: no command {command!r}. Commands: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
     try:
+        if command != "train":
+            refuse_starts(command)
         return importlib.import_module(f"lightning_3d.cli.{command}").main(rest)
     except Lightning3DError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -94,19 +94,6 @@ def announce(config: dict[str, Any], folder: Path, *, layout: Layout | None, wor
         print(f"resumes {config['resume']}", flush=True)
 
 
-def refuse_tasks_of_slurm() -> None:
-    """
-    Raises:
-        ConfigError: srun has started this command, which starts its ranks itself, more than once.
-    """
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if tasks != "1":
-        raise ConfigError(
-            f"srun has started this command {tasks} times, but it starts its ranks itself: these would be {tasks} "
-            "runs. Use srun --ntasks=1, or srun --ntasks-per-node=1 torchrun ... to train on several machines."
-        )
-
-
 def prepare(arguments: Sequence[str], *, folder: Path | None = None) -> tuple[str, list[str], dict[str, Any], Path]:
     """Recipe, overrides, resolved and checked config, and run folder; nothing is written.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,8 @@ import yaml
 from lightning_3d.cli import run_folder
 from lightning_3d.cli.check import check_layout, check_parts
 from lightning_3d.cli.config import DEFAULT_RECIPE, compose_recipe, groups, key_of, recipes, split_recipe, value_at
-from lightning_3d.cli.job import announce, plan, prepare, refuse_tasks_of_slurm, start
+from lightning_3d.cli.job import announce, plan, prepare, start
+from lightning_3d.cli.starts import refuse_tasks_of_slurm, started_as_rank
 from lightning_3d.errors import ConfigError, DataError, LayoutError, Lightning3DError
 
 _SWEEP_OPTIONS = ("-m", "--multirun")
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     printing, sweeping = "--print-config" in argv, any(argument in _SWEEP_OPTIONS for argument in argv)
     arguments = [argument for argument in argv if argument not in ("--print-config", *_SWEEP_OPTIONS)]
     options = [argument for argument in arguments if argument.startswith("-")]
-    external = _started_by_others()
+    external = started_as_rank()
     try:
         if options:
             raise ConfigError(f"there is no option {options[0]}. Settings are written key=value; see --help.")
@@ -94,15 +94,6 @@ def _values_of_recipe(message: str, arguments: Sequence[str]) -> str:
     found = {key: value_at(own, key) for key in keys if key.rpartition(".")[2] in message}
     known = [f"{key}={value}" for key, value in found.items() if value is not None and not isinstance(value, dict)]
     return f" The recipe has {', '.join(known)}." if known else ""
-
-
-def _started_by_others() -> dict[str, int] | None:
-    """Sizes that torchrun or a cluster has set for this process, or None where nobody started it as a rank."""
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ:
-        world = int(os.environ["WORLD_SIZE"])
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        return {"rank": int(os.environ["RANK"]), "world_size": world, "local_world_size": local}
-    return None
 
 
 def _run_as_rank(arguments: Sequence[str], external: Mapping[str, int], *, printing: bool) -> int:

@@ -47,7 +47,6 @@ from lightning_3d.cli.config import (
     resolve,
     split_recipe,
 )
-from lightning_3d.cli.job import refuse_tasks_of_slurm
 from lightning_3d.cli.targets import accepts
 from lightning_3d.errors import ConfigError, LaunchError, LayoutError
 from lightning_3d.layout import Layout
@@ -106,7 +105,6 @@ def main(argv: Sequence[str]) -> int:
     if any(argument in ("-h", "--help") for argument in argv):
         print(help_text())
         return 0
-    refuse_tasks_of_slurm()
     request = parse(argv)
     with tempfile.TemporaryDirectory(prefix="lightning-3d-") as folder:
         config = prepare(request, folder=folder)
