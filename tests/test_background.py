@@ -63,7 +63,7 @@ def steps_go_on(layout: str, folder: Path) -> dict[str, Any]:
 
 
 def go_on(layout: str, path: Path) -> list[torch.Tensor]:
-    module, trainer = TinyGPT(lazy=True), trainer_with(layout, steps=5)
+    module, trainer = TinyGPT(lazy=True), trainer_with(layout, saver(path.parent, 100), steps=5)
     trainer.fit(module, ordered(Rows(), replicas=Layout.parse(layout).data), ckpt_path=path)
     return weights_and_moments(trainer, module)
 
