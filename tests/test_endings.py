@@ -235,12 +235,18 @@ def test_handler_of_the_script_is_called_too(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("mine-*")] == ["mine-0"]
 
 
-def test_slurms_signal_saves_at_the_agreed_step_and_queues_the_job_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scontrol = tmp_path / "bin" / "scontrol"
+class SignalledAtTheEnd(L.Callback):
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            # The watchdog looks twice a second.
+            time.sleep(1.5)
+
+
+def ended_by_slurm(fault: Fault, folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Ended:
+    scontrol = folder / "bin" / "scontrol"
     scontrol.parent.mkdir()
-    scontrol.write_text(f"#!/bin/sh\nsleep 5\necho $@ >> {tmp_path}/queued\n")
+    scontrol.write_text(f"#!/bin/sh\nsleep 5\necho $@ >> {folder}/queued\n")
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", str(scontrol.parent), prepend=os.pathsep)
 
@@ -248,14 +254,30 @@ def test_slurms_signal_saves_at_the_agreed_step_and_queues_the_job_again(
         os.environ.update(SLURM_JOB_ID="7", SLURM_NTASKS="2", SLURM_LOCALID=os.environ["RANK"], SLURM_NODEID="0")
         os.environ.update(SLURM_PROCID=os.environ["RANK"], SLURM_NTASKS_PER_NODE="2", SLURM_JOB_NAME="train")
         train(
-            Fault("forward", 1, "SIGUSR1"), tmp_path, layout="dp2", timeout_seconds=60, plugins=[SLURMEnvironment()],
-            num_nodes=1,
+            fault, folder, layout="dp2", timeout_seconds=60, plugins=[SLURMEnvironment()], num_nodes=1, **settings
         )  # fmt: skip
+        (folder / f"went-on-{os.environ['RANK']}").touch()
 
-    end = Job(body, how="ranks", folder=tmp_path, world_size=2).wait(seconds=90)
+    return Job(body, how="ranks", folder=folder, world_size=2).wait(seconds=90)
+
+
+def test_slurms_signal_saves_at_the_agreed_step_and_queues_the_job_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # More steps than a rank makes before all have voted.
+    end = ended_by_slurm(Fault("forward", 1, "SIGUSR1"), tmp_path, monkeypatch, max_steps=100_000)
     assert end.code == 143, end.errors
     assert (tmp_path / "queued").read_text() == "requeue 7\n"
     assert len(list(tmp_path.glob("hpc_ckpt_*"))) == 1
+
+
+def test_slurms_signal_in_the_end_of_a_run_leaves_the_script_what_comes_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = ended_by_slurm(NOTHING, tmp_path, monkeypatch, callbacks=[SignalledAtTheEnd()])
+    assert end.code == 0, end.errors
+    assert sorted(path.name for path in tmp_path.glob("went-on-*")) == ["went-on-0", "went-on-1"]
+    assert list(tmp_path.glob("queued")) == list(tmp_path.glob("hpc_ckpt_*")) == []
 
 
 # ---------------------------------------------------------------------- what is left, and several machines

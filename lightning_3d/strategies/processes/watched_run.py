@@ -204,6 +204,9 @@ class WatchedRun:
                 run is done, and the script goes no further.
         """
         error, sig = self._stop.error(), self._stop.signal
+        if sig is not None and sig == _requeue_signal(self._trainer):
+            rank_zero_warn("SLURM told that time is over when the run was done: the job is not queued again.")
+            sig = None
         if sig is not None:
             # Before all else, which a second one may interrupt.
             ScriptLauncher.stopped(sig)
