@@ -13,14 +13,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 from lightning_3d.errors import LaunchError
-from lightning_3d.strategies.processes import supervise
+from lightning_3d.strategies.processes import hydra_job, supervise
 from lightning_3d.strategies.processes.attempts import attempt, flush
 from lightning_3d.strategies.processes.guardian import Guardian
 from lightning_3d.strategies.processes.launch import free_port, rank_environment, tell
@@ -36,7 +38,8 @@ UNWIND_SECONDS = 10.0
 class ScriptLauncher(_Launcher):
     """Makes this process rank 0, and starts ranks 1 to N-1 by running its script once more for each.
 
-    It does so at the first `launch` of the process only: the copies come to the same calls by themselves.
+    It does so at the first `launch` of the process only: the copies come to the same calls by themselves. Of a sweep of
+    `hydra.main`, each job has ranks of its own.
 
     Args:
         cluster_environment: Lightning's; where it has processes created by others (torchrun, SLURM), none are started.
@@ -50,7 +53,9 @@ class ScriptLauncher(_Launcher):
 
     # Of this process, not of one launcher: a second Trainer finds the ranks that the first one started.
     _children: list[subprocess.Popen] = []
-    _guardian: Guardian | None = None
+    _started: _Started | None = None
+    # How many runs there were, with these ranks.
+    runs = 0
     _failed = False
     # By Ctrl-C where no handler of ours was, or a second one: what ranks fail of from then on is its effect.
     _interrupted = False
@@ -68,6 +73,8 @@ class ScriptLauncher(_Launcher):
         self.failed = False
         self.on_failure: Callable[[BaseException], Any] = lambda error: None
         self.on_success: Callable[[], Any] = lambda: None
+        if ScriptLauncher._started is not None and ScriptLauncher._started.job != hydra_job.output_folder():
+            ScriptLauncher._end_job()
         started = os.environ.get("LOCAL_WORLD_SIZE") if supervise.REPORT_VARIABLE in os.environ else None
         if started is not None and int(started) != num_processes:
             raise LaunchError(
@@ -121,8 +128,8 @@ class ScriptLauncher(_Launcher):
     @classmethod
     def dismiss_guardian(cls) -> None:
         """This process ends by itself now."""
-        if cls._guardian is not None:
-            cls._guardian.dismiss()
+        if cls._started is not None:
+            cls._started.guardian.dismiss()
 
     def kill(self, signum: int) -> None:
         for child in ScriptLauncher._children:
@@ -130,7 +137,8 @@ class ScriptLauncher(_Launcher):
                 child.send_signal(signum)
 
     def _start_children(self) -> None:
-        command = script_command()
+        command, folder_of_start = script_command(), hydra_job.working_folder()
+        before = dict(os.environ)
         if "MASTER_PORT" not in os.environ:
             os.environ["MASTER_PORT"] = str(free_port())
         # The environment has the last word: it may have settled on a port before.
@@ -150,19 +158,64 @@ class ScriptLauncher(_Launcher):
             variables.append(own)
         for own in variables[1:]:
             ScriptLauncher._children.append(
-                subprocess.Popen(command, env={**os.environ, **own}, preexec_fn=die_with_parent)
+                subprocess.Popen(command, env={**os.environ, **own}, cwd=folder_of_start, preexec_fn=die_with_parent)
             )
         pids = [child.pid for child in ScriptLauncher._children]
-        ScriptLauncher._guardian = Guardian(pids, folder=folder, rank=first_rank, world_size=world_size)
+        guardian = Guardian(pids, folder=folder, rank=first_rank, world_size=world_size)
         threads_were_set = "OMP_NUM_THREADS" in os.environ
         os.environ.update(variables[0])
         if not threads_were_set and "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(int(variables[0]["OMP_NUM_THREADS"]))
-        done = threading.Event()
         ranks = supervise.Ranks([None, *ScriptLauncher._children], report_paths=reports, first_rank=first_rank)
-        watch = threading.Thread(target=_watch_children, args=(ranks, done, world_size), daemon=True)
+        started = _Started(
+            ranks, world_size, guardian, hydra_job.output_folder(), {name: before.get(name) for name in variables[0]}
+        )
+        ScriptLauncher._started = started
+        watch = threading.Thread(target=_watch_children, args=(started,), daemon=True)
         watch.start()
-        atexit.register(_end_script, ranks, done, world_size)
+        atexit.unregister(_end_script)
+        atexit.register(_end_script)
+
+    @classmethod
+    def _end_job(cls) -> None:
+        """The next job of a sweep begins, with ranks of its own; those of the last one come to their end.
+
+        Raises:
+            LaunchError: one of them failed there.
+        """
+        started, failed = cls._started, cls._failed
+        assert started is not None
+        failure = _end_ranks(started)
+        started.guardian.dismiss()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for name, value in started.before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
+        cls._children, cls._stopped_by, cls._started, cls._failure = [], [], None, None
+        cls._failed, cls.runs = False, 0
+        if failure is not None and not failed:
+            raise LaunchError(failure.sentence(started.world_size))
+        if failure is not None:
+            # The sweep goes on, as Hydra has it.
+            tell(failure, world_size=started.world_size, log=None)
+
+
+@dataclass
+class _Started:
+    """Ranks of this machine that this process has started.
+
+    Args:
+        job: of Hydra, whose other jobs they take no part in.
+        before: what the variables of a rank were.
+    """
+
+    ranks: supervise.Ranks
+    world_size: int
+    guardian: Guardian
+    job: str | None
+    before: dict[str, str | None]
+    done: threading.Event = field(default_factory=threading.Event)
 
 
 def script_command() -> list[str]:
@@ -175,7 +228,7 @@ def script_command() -> list[str]:
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     spec = getattr(main, "__spec__", None)
     if spec is not None and spec.name != "__main__":
-        return [sys.executable, *flags, "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
+        return [sys.executable, *flags, "-m", spec.name.removesuffix(".__main__"), *hydra_job.arguments(sys.argv[1:])]
     file = getattr(main, "__file__", None)
     interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive) or hasattr(builtins, "get_ipython")
     if interactive or file is None or not Path(file).is_file():
@@ -184,7 +237,7 @@ def script_command() -> list[str]:
             f"this program comes from {where}, so there is no script that further processes could run. Save it as a "
             f"file and run that (alone, or with torchrun), use `lightning-3d train`, or set Trainer(devices=1)."
         )
-    return [sys.executable, *flags, str(Path(file).absolute()), *sys.argv[1:]]
+    return [sys.executable, *flags, str(Path(file).absolute()), *hydra_job.arguments(sys.argv[1:])]
 
 
 def _report_uncaught_exceptions() -> None:
@@ -205,8 +258,9 @@ def _report_uncaught_exceptions() -> None:
     sys.excepthook = note
 
 
-def _watch_children(ranks: supervise.Ranks, done: threading.Event, world_size: int) -> None:
+def _watch_children(started: _Started) -> None:
     """In the first rank: when one fails, end the job, also when this one hangs in a collective or in its unwinding."""
+    ranks, done = started.ranks, started.done
     while not done.wait(supervise.POLL_SECONDS * 4):
         failure = ranks.failure(stopped_by=ScriptLauncher._stopped_by)
         if failure is None or done.is_set():
@@ -215,7 +269,7 @@ def _watch_children(ranks: supervise.Ranks, done: threading.Event, world_size: i
         supervise.end(ScriptLauncher._children, grace_seconds=supervise.FAILURE_GRACE_SECONDS)
         if not done.wait(UNWIND_SECONDS):
             own = failure.traceback if failure.rank == ranks.first_rank else ""
-            _exit(failure, world_size=world_size, before=own)
+            _exit(failure, world_size=started.world_size, before=own)
         return
 
 
@@ -239,34 +293,39 @@ def _exit(failure: Failure, *, world_size: int, before: str = "") -> None:
         os._exit(failure.exit_code)
 
 
-def _end_script(ranks: supervise.Ranks, done: threading.Event, world_size: int) -> None:
+def _end_script() -> None:
     """At the first rank's end: let the others finish, but leave none behind and end with an error if one failed."""
+    started = ScriptLauncher._started
+    if started is None:
+        return
     try:
-        _end_ranks(ranks, done, world_size)
+        failure = _end_ranks(started)
+        if failure is not None:
+            # Told last, after this rank's own complaint about it; and an error even where the script has caught that.
+            _exit(failure, world_size=started.world_size)
+        ScriptLauncher.dismiss_guardian()
     except KeyboardInterrupt:
         # Nobody waits for them any longer.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        done.set()
+        started.done.set()
         supervise.end(ScriptLauncher._children, grace_seconds=0.0)
         flush()
         ScriptLauncher.dismiss_guardian()
         os._exit(128 + signal.SIGINT)
 
 
-def _end_ranks(ranks: supervise.Ranks, done: threading.Event, world_size: int) -> None:
-    failed, stopped_by = ScriptLauncher._failed, ScriptLauncher._stopped_by
+def _end_ranks(started: _Started) -> Failure | None:
+    """Wait for the others, which have come as far as this one; what one failed of, if it did."""
+    ranks, failed, stopped_by = started.ranks, ScriptLauncher._failed, ScriptLauncher._stopped_by
     seconds = supervise.FAILURE_GRACE_SECONDS if failed and not stopped_by else supervise.EXIT_SECONDS
     deadline = time.monotonic() + seconds
     failure = ScriptLauncher._failure
     while failure is None and None in ranks.codes()[1:] and time.monotonic() < deadline:
         time.sleep(supervise.POLL_SECONDS)
         failure = ranks.failure(stopped_by=stopped_by)
-    done.set()
+    started.done.set()
     failure = ScriptLauncher._failure or failure or ranks.failure(stopped_by=stopped_by)
     if failure is None and not failed:
         failure = ranks.late()
     supervise.end(ScriptLauncher._children, grace_seconds=supervise.FAILURE_GRACE_SECONDS)
-    if failure is not None:
-        # Told last, after this rank's own complaint about it; and an error even where the script has caught that.
-        _exit(failure, world_size=world_size)
-    ScriptLauncher.dismiss_guardian()
+    return failure

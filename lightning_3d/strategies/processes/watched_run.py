@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import shutil
 import signal
 import time
@@ -35,8 +34,6 @@ from lightning_3d.strategies.processes.supervise import board_of_run, supervised
 from lightning_3d.strategies.processes.watchdog import Watchdog
 from lightning_3d.whereabouts import HERE
 
-_NUMBERS = itertools.count()
-
 
 class WatchedRun:
     """Starts the watchdog, and puts itself where Lightning handles signals and the launcher handles errors.
@@ -65,7 +62,8 @@ class WatchedRun:
         self._unsaved: list[ModelCheckpoint] = []
         self._signals: Signals | None = None
         self._rank, self._world_size, self._timeout = rank, world_size, timeout_seconds
-        self._number = next(_NUMBERS)
+        self._number = ScriptLauncher.runs
+        ScriptLauncher.runs += 1
         self._watching = False
         # An error that this rank alone may have, until Lightning has torn down.
         self.failed = False
