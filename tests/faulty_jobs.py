@@ -63,10 +63,14 @@ class Fault:
     kind: str
     seconds: float = 0.0
     happened: bool = field(default=False, init=False)
+    # Where its time is noted.
+    folder: Path | None = field(default=None, init=False)
 
     def at(self, phase: str) -> None:
         if phase == self.phase and self.rank in (-1, int(os.environ.get("RANK", "0"))) and not self.happened:
             self.happened = True
+            if self.folder is not None:
+                (self.folder / "happened").touch()
             if self.kind == "slow":
                 time.sleep(self.seconds)
             else:
@@ -140,6 +144,7 @@ def train(
         ckpt_path: to go on from.
     """
     note_pid(folder)
+    fault.folder = folder
     if "RANK" in os.environ:
         fault.at("start")
     L.seed_everything(1, verbose=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -30,6 +31,9 @@ PLACES = {
 }
 
 
+TELLING = re.compile(rf"^rank \d+ .*of {WORLD_SIZE} .*(?:raised|was killed|ended with) .*$", re.MULTILINE)
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint for jobs that fail while they load it."""
@@ -48,17 +52,22 @@ def assert_ended_with_cause(ended: Ended, fault: Fault) -> None:
     assert ended.alive == []
     rank = f"rank {fault.rank} of {WORLD_SIZE}"
     what = "was killed" if fault.kind == "SIGKILL" else "raised ValueError: the cause"
+    # One cause, and no rank's complaint about its peer's end; after all tracebacks but the one that belongs to it.
+    (told,) = TELLING.findall(ended.errors)
+    told, _, rest = ended.errors[ended.errors.index(told) :].partition("\n")
+    assert not rest.strip() or rest.startswith(f"the end of what rank {fault.rank} printed"), rest
     # What several ranks do together.
     if fault.phase in ("save", "extra", "load", "optimizer") and fault.kind == "exception":
         # All ranks learn of it, and any of them may be the first to end.
-        assert f"failed on rank {fault.rank}: ValueError: the cause" in ended.errors
+        assert f"failed on rank {fault.rank}: ValueError: the cause; it was in" in told, told
         return
-    assert ended.errors.count(f"{rank} {what}") == 1, ended.errors
-    told = next(line for line in ended.errors.splitlines() if f"{rank} {what}" in line)
+    assert told.startswith(f"{rank} {what}"), told
     # Ranks are laid out as stage, data.
     assert f"(stage {fault.rank // 2}, data {fault.rank % 2})" in told, told
     if fault.kind == "exception":
         assert f"it was in {PLACES[fault.phase]}" in told, told
+        # Its traceback.
+        assert 'raise ValueError("the cause")' in ended.errors
 
 
 # Each rank, phase and kind at least once.
