@@ -55,7 +55,7 @@ def assert_ended_with_cause(ended: Ended, fault: Fault) -> None:
     # One cause, and no rank's complaint about its peer's end; after all tracebacks but the one that belongs to it.
     (told,) = TELLING.findall(ended.errors)
     told, _, rest = ended.errors[ended.errors.index(told) :].partition("\n")
-    assert not rest.strip() or rest.startswith(f"the end of what rank {fault.rank} printed"), rest
+    assert not rest.strip() or rest.startswith(f"the end of what rank {told.split()[1]} printed"), rest
     # What several ranks do together.
     if fault.phase in ("save", "extra", "load", "optimizer") and fault.kind == "exception":
         # All ranks learn of it, and any of them may be the first to end.
