@@ -147,6 +147,9 @@ def check_readable(path: Place) -> None:
     state = {k: torch.empty(v.size, dtype=v.properties.dtype) if hasattr(v, "size") else None for k, v in saved.items()}
     store.load_tensors(path, state)
     store.load_extra(path)
+    # All ranks' parts are of one step.
+    counted = {int(value) for name, value in state.items() if name.endswith(".step") and value is not None}
+    assert counted == {store.summary(path)["global_step"]}, f"{path} holds parts of steps {counted}"
 
 
 def soak(folder: Path, kills: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -13,7 +14,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from modules import Points
 from torch import nn
 from torch.utils.data import DataLoader
-from training import trainer_for, whole_weights
+from training import trainer_for, whole, whole_weights
 
 from lightning_3d import Layout, ThreeDStrategy
 from lightning_3d.errors import NumbersError
@@ -94,16 +95,31 @@ class ManualNet(Net):
         optimizer.step()
 
 
+class Trail(L.Callback):
+    """Weights and moments of this rank after each step, whole."""
+
+    def __init__(self) -> None:
+        self.after: list[list[torch.Tensor]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        trainer.strategy.share.reshard()  # type: ignore[attr-defined]
+        states = list(trainer.optimizers[0].state.values())
+        moments = [whole(state[key]).clone() for state in states for key in ("exp_avg", "exp_avg_sq")]
+        self.after.append([*(weight.clone() for weight in whole_weights(module).values()), *moments])
+
+
 def fit(layout: str, kind: str, action: str, settings: dict[str, Any], make: type[Net] = Net) -> Any:
     L.seed_everything(1, verbose=False)
     parsed = Layout.parse(layout)
     if layout == "pp2":
         settings = {**settings, "num_microbatches": 2}
-    trainer = trainer_for(layout, max_epochs=1, **{k: v for k, v in settings.items() if k != "num_microbatches"})
+    trail = Trail()
+    settings = {k: v for k, v in settings.items() if k != "num_microbatches"}
+    trainer = trainer_for(layout, max_epochs=1, callbacks=[trail] if action == "skip" else [], **settings)
     strategy: Any = trainer.strategy
     assert isinstance(strategy, ThreeDStrategy)
     strategy._nonfinite = action
-    module = make(kind, rank=0 if parsed.data == 1 else 1)
+    module = make(kind, rank=0 if parsed.data == 1 else parsed.world_size - 1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -114,7 +130,7 @@ def fit(layout: str, kind: str, action: str, settings: dict[str, Any], make: typ
     told = [str(entry.message) for entry in caught if "is skipped" in str(entry.message)]
     steps = [int(state["step"]) for state in trainer.optimizers[0].state.values()]
     rate = trainer.optimizers[0].param_groups[0]["lr"]
-    return error, told, whole_weights(module), module.finished, steps, rate
+    return error, told, whole_weights(module), module.finished, steps, rate, trail.after
 
 
 def ranks_of(layout: str, kind: str, action: str, make: type[Net] = Net, **settings: Any) -> list[Any]:
@@ -132,10 +148,13 @@ def ranks_of(layout: str, kind: str, action: str, make: type[Net] = Net, **setti
         ("tp2", "forward", "the output of net.1 (Layer)"),
         ("pp2", "forward", "the output of net.1 (Layer)"),
         ("pp2", "backward", "the gradient of net.1.linear.bias is the first"),
+        # On the last stage alone, of one of two pipelines: its other stage has the loss from there.
+        ("pp2", "loss", "the outputs of all modules are finite"),
+        ("zero1x2-pp2", "loss", "loss is not finite on rank 1, 3: the outputs of all modules are finite"),
     ],
 )
 def test_an_error_on_all_ranks_says_where_it_began(layout: str, kind: str, where: str) -> None:
-    for error, _, weights, finished, _, _ in ranks_of(layout, kind, "error"):
+    for error, _, weights, finished, *_ in ranks_of(layout, kind, "error"):
         assert error is not None and error.startswith("step 2: the ") and where in error
         assert "nonfinite='skip'" in error
         # The step was not taken.
@@ -150,7 +169,7 @@ def test_an_error_on_all_ranks_says_where_it_began(layout: str, kind: str, where
     ],
 )
 def test_manual_optimization_has_the_same_error_without_a_second_step(kind: str, where: str) -> None:
-    for error, _, weights, _, _, _ in ranks_of("dp2", kind, "error", ManualNet):
+    for error, _, weights, *_ in ranks_of("dp2", kind, "error", ManualNet):
         assert error is not None and error.startswith("step 2: the ") and where in error
         assert all(torch.isfinite(weight).all() for weight in weights.values())
 
@@ -158,10 +177,12 @@ def test_manual_optimization_has_the_same_error_without_a_second_step(kind: str,
 @pytest.mark.parametrize(("layout", "settings"), [("zero3x2", {"gradient_clip_val": 0.5}), ("dp2", {}), ("pp2", {})])
 def test_a_skipped_step_changes_nothing_on_any_rank(layout: str, settings: dict[str, Any]) -> None:
     ranks = ranks_of(layout, "forward", "skip", **settings)
-    _, _, clean, finished, whole_steps, rate = ranks_of(layout, "clean", "skip", **settings)[0]
+    _, _, clean, finished, whole_steps, rate, _ = ranks_of(layout, "clean", "skip", **settings)[0]
     assert finished == [1, 2, 3, 4, 5, 6]
-    for error, _, weights, steps_done, steps, own_rate in ranks:
+    for error, _, weights, steps_done, steps, own_rate, after in ranks:
         assert error is None and steps_done == finished
+        same = [all(map(torch.equal, one, other)) for one, other in itertools.pairwise(after)]
+        assert same == [False, True, False, False, False]
         # As fp16's: the schedule goes on, the optimizer has counted one step less.
         assert own_rate == rate and set(steps) == {5} and set(whole_steps) == {6}
         for name, weight in weights.items():
@@ -173,10 +194,10 @@ def test_a_skipped_step_changes_nothing_on_any_rank(layout: str, settings: dict[
 
 
 def test_ignored_numbers_go_their_way_and_a_scaler_s_overflows_are_left_to_it() -> None:
-    error, told, weights, finished, _, _ = ranks_of("dp2", "forward", "ignore")[0]
+    error, told, weights, finished, *_ = ranks_of("dp2", "forward", "ignore")[0]
     assert error is None and not told and len(finished) == 6
     assert all(weight.isnan().all() for weight in weights.values())
     plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
-    error, told, weights, finished, _, _ = ranks_of("dp2", "forward", "error", plugins=[plugin])[0]
+    error, told, weights, finished, *_ = ranks_of("dp2", "forward", "error", plugins=[plugin])[0]
     assert error is None and not told and len(finished) == 6
     assert all(torch.isfinite(weight).all() for weight in weights.values())

@@ -125,7 +125,7 @@ def adapters(layout: str, path: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("layout", ["zero1x2", "zero2x2", "zero3x2"])
+@pytest.mark.parametrize("layout", ["zero1x2", "zero2x2", "zero3x2", "tp2"])
 def test_frozen_weights_cost_no_gradient_and_no_moment(tmp_path: Path, layout: str) -> None:
     trained = 4 * 2 * 32 * 4
     for rank in run(layout, adapters, tmp_path / "saved.ckpt"):
