@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from faulty_jobs import KINDS, LOADING, PHASES, WORLD_SIZE, Ended, Fault, Job, runs, save_one, train
 
+from lightning_3d import Layout
 from lightning_3d.checkpoint import store
 
 pytestmark = pytest.mark.distributed
@@ -92,11 +93,16 @@ def test_fault_ends_the_job(how: str, fault: Fault, tmp_path: Path, saved: Path)
         assert store.is_committed(saved)
 
 
-def test_step_without_a_loss_on_one_rank_is_an_error_that_ends_all(tmp_path: Path) -> None:
-    body = partial(train, Fault("loss", 1, "none"), tmp_path, layout="dp2", timeout_seconds=60)
-    ended = Job(body, how="script", folder=tmp_path, world_size=2).wait()
+@pytest.mark.parametrize(("layout", "rank"), [("dp2", 1), ("zero1x2-pp2", 3)])
+def test_step_without_a_loss_on_one_rank_is_an_error_that_ends_all(tmp_path: Path, layout: str, rank: int) -> None:
+    size = Layout.parse(layout).world_size
+    body = partial(train, Fault("loss", rank, "none"), tmp_path, layout=layout, timeout_seconds=60)
+    ended = Job(body, how="script", folder=tmp_path, world_size=size).wait()
     assert ended.code != 0 and ended.alive == [] and ended.seconds < 30
-    assert ended.errors.count("rank 1 of 2 raised RuntimeError: Skipping the `training_step` by returning None") == 1
+    what = "RuntimeError: Skipping the `training_step` by returning None"
+    if size == 4:
+        what = "lightning_3d.errors.ModelError: under a pipeline training_step must return a scalar loss"
+    assert ended.errors.count(f"rank {rank} of {size} raised {what}") == ended.errors.count(f" of {size} raised ") == 1
 
 
 @pytest.mark.slow
