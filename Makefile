@@ -8,7 +8,7 @@ TEST_JOBS ?= 2
 # One thread per process: ranks of one machine would otherwise fight for its cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-full verify-all lint clean test-checkpoints soak-checkpoints test-faults soak
+.PHONY: train test test-full verify-all lint clean test-checkpoints soak-checkpoints test-faults test-cli soak
 
 # The stamp lies inside the environment, so that removing .venv is enough to begin anew.
 $(VENV): $(VENV)/.installed ;
@@ -37,9 +37,11 @@ verify-all: $(VENV)/.installed
 test-full: lint
 	$(BIN)/python -m pytest -q
 
-# Every pair of layouts and optimizers, every boundary of a resumed run, every write that fails.
+# Every pair of layouts and optimizers, every boundary of a resumed run, every write that fails; files in and out.
+CHECKPOINTS := checkpoint_layouts resume epoch_ends failing_writes plain_checkpoints load_from_checkpoint reading export \
+  averages compiled finetune generate
 test-checkpoints: $(VENV)/.installed
-	$(BIN)/python -m pytest -q -n $(TEST_JOBS) -m slow $(foreach f,checkpoint_layouts resume epoch_ends failing_writes,tests/test_$(f).py)
+	$(BIN)/python -m pytest -q -n $(TEST_JOBS) -m slow $(foreach f,$(CHECKPOINTS),tests/test_$(f).py)
 
 # A hundred kills, half of them in the middle of a save.
 KILLS ?= 100
@@ -49,6 +51,10 @@ soak-checkpoints: $(VENV)/.installed
 # Every rank fails in every phase, by an exception and by SIGKILL; hangs; signals.
 test-faults: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -n $(TEST_JOBS) $(foreach f,faults hangs stopping endings machines stragglers launch script_launcher,tests/test_$(f).py)
+
+# All of the 520 invalid and 200 valid configurations, every bad value of every setting; sweeps; W&B on eight ranks.
+test-cli: $(VENV)/.installed
+	$(BIN)/python -m pytest -q -n $(TEST_JOBS) -m slow tests/test_invalid_configs.py $(wildcard tests/test_cli_*.py)
 
 # MINUTES of random kills and automatic resume, then the same run undisturbed: about half as long again.
 MINUTES ?= 30
