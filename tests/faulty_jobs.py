@@ -296,8 +296,13 @@ class Job:
         limit = time.monotonic() + 2.0
         while (alive := [pid for pid in self.pids() if runs(pid)]) and time.monotonic() < limit:
             time.sleep(0.05)
-        time.sleep(0.7)  # For the last word of a process that outlives rank 0.
-        return Ended(os.waitstatus_to_exitcode(status), took, self._errors.read_text(), alive)
+        code = os.waitstatus_to_exitcode(status)
+        # For the last word of a process that outlives rank 0; where it was killed there is one, at most seconds later.
+        time.sleep(0.7)
+        limit = time.monotonic() + 5.0
+        while code < 0 and "were ended" not in self._errors.read_text() and time.monotonic() < limit:
+            time.sleep(0.05)
+        return Ended(code, took, self._errors.read_text(), alive)
 
 
 def runs(pid: int) -> bool:
