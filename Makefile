@@ -50,7 +50,7 @@ soak-checkpoints: $(VENV)/.installed
 
 # Every rank fails in every phase, by an exception and by SIGKILL; hangs; signals.
 test-faults: $(VENV)/.installed
-	$(BIN)/python -m pytest -q -n $(TEST_JOBS) $(foreach f,faults hangs stopping endings machines stragglers launch script_launcher,tests/test_$(f).py)
+	$(BIN)/python -m pytest -q -n $(TEST_JOBS) $(foreach f,faults torchrun hangs stopping endings machines stragglers launch script_launcher,tests/test_$(f).py)
 
 # All of the 520 invalid and 200 valid configurations, every bad value of every setting; sweeps; W&B on eight ranks.
 test-cli: $(VENV)/.installed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -126,6 +127,17 @@ class Model(TinyGPT):
 
     def teardown(self, stage: str) -> None:
         self.fault.at("teardown")
+
+
+class Slow(L.Callback):
+    """Steps of which a signal hits one, on ranks that are out of step; rank 0 tells when the first is done."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
+        (self.folder / f"step-{trainer.global_rank}").write_text(str(trainer.global_step))
+        time.sleep(0.05 * (1 + trainer.global_rank))
 
 
 def train(
@@ -361,7 +373,9 @@ def _as_script(body: Callable[[], Any]) -> int:
 
 
 if __name__ == "__main__":
-    # FOLDER PHASE RANK KIND, started as a script or by torchrun.
-    train(
-        Fault(sys.argv[2], int(sys.argv[3]), sys.argv[4]), Path(sys.argv[1]), layout="zero1x2-pp2", timeout_seconds=60
-    )
+    # FOLDER PHASE RANK KIND SETTINGS (of `train`, as JSON; or until_stopped), started as a script or by torchrun.
+    place, settings = Path(sys.argv[1]), json.loads(sys.argv[5])
+    if settings.pop("until_stopped", False):
+        checkpoint = L.pytorch.callbacks.ModelCheckpoint(place / "checkpoints", save_on_exception=True)
+        settings |= {"max_steps": 10_000, "val_check_interval": None, "callbacks": [checkpoint, Slow(place)]}
+    train(Fault(sys.argv[2], int(sys.argv[3]), sys.argv[4]), place, layout="zero1x2-pp2", **settings)

@@ -326,6 +326,32 @@ def test_two_ranks_per_job_have_one_config_one_folder_and_one_wandb_run_and_neve
 
 @pytest.mark.distributed
 @pytest.mark.slow
+def test_optuna_searches_with_real_ranks_over_a_trial_that_fails(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    (tmp_path / "mine.py").write_text(MODEL)
+    done = _sweep(
+        tmp_path,
+        "model.note=fails,a,b",
+        "hydra/sweeper=optuna",
+        "hydra/sweeper/sampler=grid",
+        "hydra.sweep.dir=sweep",
+        "layout=dp2",
+        "trainer.max_steps=2",
+        "trainer.val_check_interval=2",
+    )
+    assert done.returncode == 1, done.stderr
+    folders = {read["model"]["note"]: path.parent for path in (tmp_path / "sweep").glob("*/config.yaml")
+               if (read := yaml.safe_load(path.read_text()))}  # fmt: skip
+    assert sorted(folders) == ["a", "b", "fails"] and not (folders["fails"] / "result.json").exists()
+    for note in "ab":
+        assert len({(folders[note] / f"seen-{rank}.json").read_text() for rank in range(2)}) == 1
+    best = yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())["best_value"]
+    assert best == min(run_folder.read_result(folders[note])["metrics"]["val_loss"] for note in "ab")
+    assert len({(folder / "wandb_run_id").read_text() for folder in folders.values()}) == 3
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
 def test_ctrl_c_ends_the_sweep_and_every_rank(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*_COMMAND, "recipe=digits_mlp", "layout=dp2", "seed=1,2", "trainer.max_steps=-1", "logger=none", *_QUIET,

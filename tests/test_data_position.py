@@ -224,7 +224,11 @@ def test_samples_and_batch_numbers_after_a_stop_are_those_of_an_undisturbed_run(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("kind", "batch"), [("plain", 8), ("plain", 12), ("stream", 8), ("stream", 12)])
+@pytest.mark.parametrize(
+    ("kind", "batch"),
+    [("plain", 8), ("plain", 12), ("stream", 8), ("stream", 12),
+     *(pytest.param(kind, 12, marks=pytest.mark.slow) for kind in ("persistent", "own generator", "stateful"))],
+)  # fmt: skip
 def test_no_sample_is_lost_or_repeated_over_another_number_of_ranks(tmp_path: Path, kind: str, batch: int) -> None:
     before = whole_steps(run("dp2", fit, kind, tmp_path, (3,), None, 8, {"max_epochs": 1}))[:3]
     for other in ("single", "dp3"):

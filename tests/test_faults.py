@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-import time
 from functools import partial
 from pathlib import Path
 
 import pytest
-from faulty_jobs import KINDS, LOADING, PHASES, WORLD_SIZE, Ended, Fault, Job, runs, save_one, train
+from faulty_jobs import KINDS, LOADING, PHASES, WORLD_SIZE, Ended, Fault, Job, save_one, train
 
 from lightning_3d import Layout
 from lightning_3d.checkpoint import store
@@ -103,34 +99,6 @@ def test_step_without_a_loss_on_one_rank_is_an_error_that_ends_all(tmp_path: Pat
     if size == 4:
         what = "lightning_3d.errors.ModelError: under a pipeline training_step must return a scalar loss"
     assert ended.errors.count(f"rank {rank} of {size} raised {what}") == ended.errors.count(f" of {size} raised ") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", [Fault("forward", 0, "SIGKILL"), Fault("validation", 2, "SIGKILL"),
-                                   Fault("forward", 0, "exception"), Fault("save", 3, "SIGKILL")], ids=str)  # fmt: skip
-@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]])
-def test_fault_ends_real_processes_too(launcher: list[str], fault: Fault, tmp_path: Path) -> None:
-    script = Path(__file__).parent / "faulty_jobs.py"
-    command = [sys.executable, *launcher, str(script), str(tmp_path), fault.phase, str(fault.rank), fault.kind]
-    with (tmp_path / "errors").open("w") as errors:
-        process = subprocess.Popen(command, stdout=errors, stderr=errors, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    deadline = time.monotonic() + 120
-    while not all((tmp_path / f"pid-{rank}").exists() for rank in range(4)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(4)]
-    # A killed or raising rank takes a few seconds of training to come there.
-    code = process.wait(timeout=60)
-    time.sleep(1.5)
-    told = (tmp_path / "errors").read_text()
-    assert code != 0 and [pid for pid in pids if runs(pid)] == [], told
-    what = "was killed" if fault.kind == "SIGKILL" else "raised ValueError: the cause"
-    # Of a rank (stage, data) that torchrun watches, a peer tells, unless torchrun is quicker to tell it itself.
-    name = f"rank {fault.rank} (stage {fault.rank // 2}, data {fault.rank % 2})"
-    tellings = told.count(f"rank {fault.rank} of 4 {what}") + told.count(f"{name} of 4 {what}")
-    by_torchrun = f"rank      : {fault.rank} (local_rank: {fault.rank})\n  exitcode  : -9" in told
-    assert tellings == 1 or (launcher and tellings == 0 and by_torchrun), told
-    if fault.kind == "exception":
-        assert f"{what}; it was in {PLACES[fault.phase]}" in told, told
 
 
 @pytest.mark.slow

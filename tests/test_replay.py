@@ -60,7 +60,11 @@ def test_a_replayed_run_is_the_run_that_it_would_be(layout: str) -> None:
         assert all(torch.equal(weight, expected_weights[name]) for name, weight in weights.items())
 
 
-@pytest.mark.parametrize(("layout", "broken"), [("dp2", "loss"), ("zero3x2", "loss"), ("dp2", "gradient")])
+@pytest.mark.parametrize(
+    ("layout", "broken"),
+    [("dp2", "loss"), ("zero3x2", "loss"), ("dp2", "gradient"), ("pp2", "loss"),
+     pytest.param("tp2", "loss", marks=pytest.mark.slow), pytest.param("tp2", "gradient", marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_one_that_differs_by_a_bit_is_told_with_its_rank(layout: str, broken: str) -> None:
     for error, *_ in run(layout, fit, 2, broken, 0.0):
         what = "its loss" if broken == "loss" else "the gradient of temperature"

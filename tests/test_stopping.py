@@ -14,24 +14,13 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from faulty_jobs import Ended, Fault, Job, train
+from faulty_jobs import Ended, Fault, Job, Slow, train
 
 from lightning_3d.checkpoint import store, writing
 from lightning_3d.strategies.processes.board import Board, Post
 from lightning_3d.strategies.processes.stopping import AgreedStop
 
 SIGNALS = {"SIGTERM": 128 + signal.SIGTERM, "SIGINT": 1}
-
-
-class Slow(L.Callback):
-    """Steps of which a signal hits one, on ranks that are out of step; rank 0 tells when the first is done."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
-        (self.folder / f"step-{trainer.global_rank}").write_text(str(trainer.global_step))
-        time.sleep(0.05 * (1 + trainer.global_rank))
 
 
 def stopped(folder: Path, *, sig: str, how: str, to: str, save: bool) -> Ended:

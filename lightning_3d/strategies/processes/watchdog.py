@@ -104,12 +104,16 @@ class Watchdog(threading.Thread):
         self._coordinates, self._stages = coordinates, stages
         self._post()
 
-    def fail(self, failure: str) -> None:
+    def fail(self, error: BaseException) -> None:
         """This rank's run dies of that, or of what is known already; the others hear it before it unwinds."""
         # It may be an effect of a killed rank, and torchrun ends this one before its watchdog looks again.
         self.tell_of_failure()
-        HERE.fail(failure)
+        HERE.fail(type(error).__name__)
         self._post()
+        own = isinstance(error, Exception) and not failures.lost_connection(HERE.failure)
+        if own and self._world_size > 1:
+            # The others may have ended their runs, and watch no more.
+            self._tell_cause(self._listener.read_all())
 
     def close(self, *, done: bool) -> None:
         """No more watching; tells the others how this rank's run has ended."""

@@ -186,7 +186,7 @@ class WatchedRun:
         if self._stop.agreed:
             self._callbacks.insert(0, self._keeper)
             return
-        self._watchdog.fail(type(error).__name__)
+        self._watchdog.fail(error)
         if self._world_size == 1:
             return
         # All ranks write a checkpoint together, and this error may be one rank's alone.
