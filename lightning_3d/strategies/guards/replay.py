@@ -1,7 +1,8 @@
 """Every so many steps a step is computed twice, and what differs by a bit is told: hardware that computes wrong.
 
 Both runs have the same batch, weights and random numbers. The losses of a rank and its own gradients, before they are
-combined with those of other ranks, are compared, so that the rank is known that computes wrong. Code of the user's that
+combined with those of other data-parallel ranks, are compared, so that the rank is known that computes wrong; the ranks
+of one tensor- or pipeline-parallel group hand each other numbers, so all of them may be named. Code of the user's that
 runs in the step runs twice; logs, buffers, torchmetrics and random numbers are as after one.
 """
 
@@ -103,13 +104,16 @@ class Replay:
         # What was combined differs on ranks that have computed right.
         ranks = [rank for rank, name in enumerate(found) if name and not name.startswith("combined")]
         ranks = ranks or [rank for rank, name in enumerate(found) if name]
-        kind, _, name = str(found[ranks[0]]).partition(" ")
-        what = "its loss" if kind == "loss" else f"the gradient of {name}"
+        places: dict[str, list[str]] = {}
+        for rank in ranks:
+            kind, _, name = str(found[rank]).partition(" ")
+            places.setdefault("its loss" if kind == "loss" else f"the gradient of {name}", []).append(str(rank))
+        where = "; ".join(f"on rank {', '.join(ranks)} {what}" for what, ranks in places.items())
         raise NumbersError(
-            f"step {self._module.trainer.global_step} gave other numbers when it was computed again: on rank "
-            f"{', '.join(map(str, ranks))} {what} is the first that differs by a bit. The step draws or counts what a "
-            "second run does not repeat, or uses kernels that are not deterministic (set "
-            "torch.use_deterministic_algorithms(True)), or the hardware of that rank computes wrong: replace it."
+            f"step {self._module.trainer.global_step} gave other numbers when it was computed again: {where} is the "
+            "first that differs by a bit. The step draws or counts what a second run does not repeat, or uses kernels "
+            "that are not deterministic (set torch.use_deterministic_algorithms(True)), or the hardware of that rank, "
+            "or of one of these, computes wrong: replace it."
         )
 
 
