@@ -34,6 +34,8 @@ from lightning_3d.checkpoint.places import Place
 from lightning_3d.strategies.processes.launch import free_port, rank_environment
 
 EVERY = 3
+# The two best and the last; one that has just come, and one that is about to go.
+KEPT = 5
 # Each with ranks that write at once; in the background a save may be under way while the next is due.
 LAYOUTS = [("zero3x2", False), ("tp2", False), ("zero1x2", True), ("pp2", True)]
 ROUND_SECONDS = 120.0
@@ -154,7 +156,7 @@ def check_readable(path: Place) -> None:
 
 def soak(folder: Path, kills: int) -> dict[str, Any]:
     counts: Counter[str] = Counter()
-    worst = {False: 0, True: 0}
+    worst, most_kept = {False: 0, True: 0}, 0
     expected_start = dict.fromkeys(LAYOUTS, 0)
     for number in range(kills):
         moment = "save" if number % 2 else "training"
@@ -168,10 +170,14 @@ def soak(folder: Path, kills: int) -> dict[str, Any]:
 
         started, done = steps_in(told, "start"), steps_in(told, "done")
         assert started == [expected_start[kind]], f"started from {started}, the last one was of {expected_start[kind]}"
-        for path in store.committed(checkpoints):
+        committed = store.committed(checkpoints)
+        for path in committed:
             check_readable(path)
             counts["read"] += 1
-        last = [path for path in store.committed(checkpoints) if path.name.startswith("last")]
+        last = [path for path in committed if path.name.startswith("last")]
+        names = sorted(path.name for path in committed)
+        assert len(names) <= KEPT, f"{names} are kept, more than {KEPT}: what kills leave behind adds up"
+        most_kept = max(most_kept, len(names))
         step = max((store.summary(path)["global_step"] for path in last), default=0)
         lost = max(done, default=0) - step
         limit = EVERY * (2 if in_background else 1)
@@ -179,7 +185,7 @@ def soak(folder: Path, kills: int) -> dict[str, Any]:
         worst[in_background] = max(worst[in_background], lost)
         expected_start[kind] = step
         print(f"{number + 1}/{kills} {layout} {moment}: done {max(done, default=0)}, goes on from {step}", flush=True)
-    return {"kills": kills, **counts, "unreadable": 0, "most steps lost": worst[False],
+    return {"kills": kills, **counts, "unreadable": 0, "most kept": most_kept, "most steps lost": worst[False],
             "most steps lost, in the background": worst[True], "steps done": sum(expected_start.values())}  # fmt: skip
 
 

@@ -20,6 +20,8 @@ from training import Recorder, ordered, run, trainer_for, whole_weights
 pytestmark = pytest.mark.distributed
 
 LAYOUTS = ["single", "dp2", "zero1x2", "zero2x2", "zero3x2", "hsdp2x2"]
+# Replicas of shards, and more shards than blocks.
+MORE = [pytest.param(layout, marks=pytest.mark.slow) for layout in ("dp2-zero1x2", "dp2-zero2x2", "hsdp2x3", "zero2x6")]
 SOME = ["dp2", "zero1x2", "zero3x2"]
 
 
@@ -29,7 +31,7 @@ def gpt_case(request: pytest.FixtureRequest) -> tuple[Any, dict[str, Any]]:
     return case, run(None, fit_gpt, *case)[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *MORE])
 def test_gpt_trains_as_in_one_process(layout: str, gpt_case: Any) -> None:
     case, expected = gpt_case
     for got in run(layout, fit_gpt, *case):
@@ -64,7 +66,7 @@ def classifier() -> dict[str, Any]:
     return run(None, fit_classifier)[0]
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, "zero3x4"])
+@pytest.mark.parametrize("layout", [*LAYOUTS, "zero3x4", *MORE])
 def test_metrics_predictions_frozen_and_unused_parameters_are_those_of_one_process(
     layout: str, classifier: dict[str, Any]
 ) -> None:
@@ -81,7 +83,7 @@ def test_metrics_predictions_frozen_and_unused_parameters_are_those_of_one_proce
 
 
 @pytest.mark.parametrize("toggle", [True, False])
-@pytest.mark.parametrize("layout", SOME)
+@pytest.mark.parametrize("layout", [*SOME, pytest.param("zero2x2", marks=pytest.mark.slow), MORE[0]])
 def test_manual_optimization_of_two_optimizers_is_that_of_one_process(layout: str, toggle: bool) -> None:
     expected = run(None, fit_gan, toggle)[0]
     for got in run(layout, fit_gan, toggle):

@@ -32,6 +32,7 @@ from lightning_3d.strategies.saving.averaging import leave_averages_to_strategy,
 from lightning_3d.strategies.saving.links import Links
 from lightning_3d.strategies.saving.loops import BATCH_ENDED, MONITORED, LoopsGoOn, monitored
 from lightning_3d.strategies.saving.names import keep_names_apart
+from lightning_3d.strategies.saving.redone import Redone
 from lightning_3d.strategies.saving.requeued import requeue_from_committed
 from lightning_3d.strategies.saving.selection import (
     Selection,
@@ -83,6 +84,7 @@ class CheckpointingStrategy(MeshStrategy):
         self._share: Share | None = None
         self._pending_random_state: dict[str, Any] | None = None
         self._loops = LoopsGoOn()
+        self._redone = Redone()
 
     @property
     def share(self) -> Share:
@@ -127,7 +129,9 @@ class CheckpointingStrategy(MeshStrategy):
         # Before and after the training, nobody would come back to a write in the background.
         later = self._async_checkpoint and self._windows.lasting(self.lightning_module.trainer)
         with self._keeping_selection():
-            contents = together(lambda: dictionary.contents(self, checkpoint), f"saving checkpoint {where}")
+            contents = together(
+                lambda: dictionary.contents(self, checkpoint, origin=self._redone.origin), f"saving checkpoint {where}"
+            )
             if later:
                 self._background.start(where, contents)
             else:
@@ -229,7 +233,7 @@ class CheckpointingStrategy(MeshStrategy):
     def _check_callbacks(self, trainer: L.Trainer) -> None:
         refuse_whole_averages(trainer)
         requeue_from_committed(trainer, storage_options=self._storage_options)
-        pick_last_of_committed(trainer, storage_options=self._storage_options)
+        pick_last_of_committed(trainer, storage_options=self._storage_options, note=self._redone.last)
         note_ckpt_path(trainer, partial(setattr, self, "_ckpt_path"))
         for callback in trainer.checkpoint_callbacks:
             _, wrong, path = os.fspath(getattr(callback, "dirpath", None) or "").partition("/file:/")
@@ -250,7 +254,12 @@ class CheckpointingStrategy(MeshStrategy):
         leave_averages_to_strategy(trainer)
         # The module's own are among them by now.
         self._links.take_over(trainer.checkpoint_callbacks)
-        keep_names_apart(trainer.checkpoint_callbacks, asked_for=self._asked_for)
+        self._redone.begin()
+        keep_names_apart(
+            trainer.checkpoint_callbacks,
+            asked_for=self._asked_for,
+            is_redone=lambda path: self._redone.holds(self.place(path).summary()),
+        )
         if self._windows not in trainer.callbacks:  # type: ignore[attr-defined]
             trainer.callbacks.append(self._windows)  # type: ignore[attr-defined]
 
@@ -306,6 +315,7 @@ class CheckpointingStrategy(MeshStrategy):
         random_state = checkpoint.pop("random_state", None)
         if not self._goes_on:
             return checkpoint
+        self._redone.resume(path, self.place(path).summary())
         self._pending_random_state = random_state
         assert self.lightning_module is not None
         for callback in self.lightning_module.trainer.checkpoint_callbacks:

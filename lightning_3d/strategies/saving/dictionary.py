@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from lightning_3d.strategies.checkpointing import CheckpointingStrategy
 
 
-def contents(strategy: CheckpointingStrategy, checkpoint: dict[str, Any]) -> Contents:
+def contents(strategy: CheckpointingStrategy, checkpoint: dict[str, Any], *, origin: Mapping[str, Any]) -> Contents:
     """Weights, optimizer states and all copies of weights become entries by name; the rest is packed.
+
+    Args:
+        origin: for the summary, see `Redone`.
 
     Raises:
         CheckpointError: there are parts of sharded tensors in the rest, of which rank 0's alone would be kept.
@@ -60,6 +63,7 @@ def contents(strategy: CheckpointingStrategy, checkpoint: dict[str, Any]) -> Con
             "layout": strategy.layout.name,
             "world_size": strategy.layout.world_size,
             "time": time.time(),
+            **origin,
         },
     )
 

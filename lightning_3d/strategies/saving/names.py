@@ -13,27 +13,33 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning_3d.checkpoint.places import is_url
 
 
-def keep_names_apart(callbacks: Iterable[Checkpoint], *, asked_for: Callable[[], Iterable[str]]) -> None:
+def keep_names_apart(
+    callbacks: Iterable[Checkpoint], *, asked_for: Callable[[], Iterable[str]], is_redone: Callable[[str | Path], bool]
+) -> None:
     """Let a name be taken once its checkpoint is asked for: Lightning looks at the disk, where that comes later.
 
     Args:
         asked_for: paths of the checkpoints and links that are not there yet; called on rank 0.
+        is_redone: whether what is at a path is to be saved anew there; likewise.
     """
     for callback in callbacks:
         if isinstance(callback, ModelCheckpoint):
-            callback.file_exists = partial(_is_taken, callback, asked_for)  # type: ignore[method-assign]
+            callback.file_exists = partial(_is_taken, callback, asked_for, is_redone)  # type: ignore[method-assign]
 
 
 def _is_taken(
     callback: ModelCheckpoint,
     asked_for: Callable[[], Iterable[str]],
+    is_redone: Callable[[str | Path], bool],
     filepath: str | Path,
     trainer: L.Trainer,
 ) -> bool:
-    # Rank 0 decides: names hold values that may differ from rank to rank.
-    asked = trainer.is_global_zero and _comparable(filepath) in map(_comparable, asked_for())
     there = type(callback).file_exists(callback, filepath, trainer)
-    return trainer.strategy.reduce_boolean_decision(asked, all=False) or there
+    # Rank 0 decides: names hold values that may differ from rank to rank.
+    taken = trainer.is_global_zero and (
+        _comparable(filepath) in map(_comparable, asked_for()) or (there and not is_redone(filepath))
+    )
+    return trainer.strategy.reduce_boolean_decision(taken, all=False)
 
 
 def _comparable(path: str | Path) -> str:

@@ -89,10 +89,15 @@ def agree_on_best(callbacks: Iterable[Checkpoint], *, broadcast: Callable[[Any],
             vars(callback).update(move_data_to_device(agreed, device))
 
 
-def pick_last_of_committed(trainer: L.Trainer, *, storage_options: dict[str, Any] | None) -> None:
+def pick_last_of_committed(
+    trainer: L.Trainer, *, storage_options: dict[str, Any] | None, note: Callable[[str | None], None]
+) -> None:
     """Let ckpt_path="last" mean the latest whole checkpoint, wherever the callbacks save.
 
     Lightning takes the name with the latest time: of a save that was killed too, and of local folders only.
+
+    Args:
+        note: is told, whenever a run begins, which that is, or None where it is not asked for.
     """
     connector: Any = trainer._checkpoint_connector
     if hasattr(connector._parse_ckpt_path, "__wrapped__"):
@@ -102,6 +107,7 @@ def pick_last_of_committed(trainer: L.Trainer, *, storage_options: dict[str, Any
     @wraps(parse)
     def parse_committed(state_fn: TrainerFn, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
         found = _last(trainer, storage_options) if ckpt_path == "last" else None
+        note(found)
         return parse(state_fn, ckpt_path, *args, **kwargs) if found is None else found
 
     connector._parse_ckpt_path = parse_committed
