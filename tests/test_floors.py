@@ -15,9 +15,9 @@ PACKAGE = Path(lightning_3d.__file__).parent
 # Errors lie under all floors.
 FLOORS = {
     "errors": 0,
-    "models": 1, "data": 1, "timeline": 1, "flops": 1, "whereabouts": 1,
+    "models": 1, "data": 1, "whereabouts": 1,
     "layout": 2, "checkpoint": 2, "callbacks": 2,
-    "parallel": 3, "planner": 3,
+    "parallel": 3,
     "strategies": 4,
     "cli": 5,
 }  # fmt: skip
@@ -26,7 +26,7 @@ FLOORS = {
 PUBLIC = FLOORS["strategies"]
 
 # The functional core, which serves without Lightning too.
-WITHOUT_LIGHTNING = ("errors", "layout", "checkpoint", "parallel", "planner", "timeline", "flops", "whereabouts")
+WITHOUT_LIGHTNING = ("errors", "layout", "checkpoint", "parallel", "whereabouts")
 
 
 def room(module: str) -> str:

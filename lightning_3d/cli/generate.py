@@ -175,7 +175,7 @@ def help_text() -> str:
             "  trust           load objects of the checkpoint, which can run code of their writer; default false",
             "",
             "examples:",
-            "  lightning-3d generate runs/stdlib_gpt-20260101-120000 prompt='def '",
+            "  lightning-3d generate runs/stdlib_gpt-20260101-120000-1a2b prompt='def '",
             "  lightning-3d generate runs/.../checkpoints/step=150.ckpt prompt='import ' temperature=0",
             "  lightning-3d generate s3://bucket/step=150.ckpt config=c.yaml prompt='def ' --storage-options anon=true",
         ]
