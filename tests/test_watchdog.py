@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from watched import Left, alone, dog, stand_still
 
-from lightning_3d.strategies.processes import attempts, hang_report, watchdog
+from lightning_3d.strategies.processes import attempts, board, hang_report, watchdog
 from lightning_3d.strategies.processes.board import Board, Post
 from lightning_3d.strategies.processes.listening import Listener
 from lightning_3d.strategies.processes.stopping import AgreedStop
@@ -97,15 +97,27 @@ def test_failed_rank_is_told_with_the_place_of_its_error_however_late(tmp_path: 
     found = dog(tmp_path)
     write_report("ValueError: the cause")
     found.fail(ValueError("the cause"))
-    # By itself: the others may have ended their runs.
-    told = capfd.readouterr().err  # type: ignore[attr-defined]
-    assert told == "rank 0 of 2 raised ValueError: the cause; it was in training, batch 3.\n"
     post = Board(tmp_path).read(0)
     assert post is not None and post.failure == "ValueError: the cause"
     HERE.enter("teardown")
     found.close(done=False)
     found.tell_of_failure()
-    assert capfd.readouterr().err == ""  # type: ignore[attr-defined]
+    told = capfd.readouterr().err  # type: ignore[attr-defined]
+    assert told == "rank 0 of 2 raised ValueError: the cause; it was in training, batch 3.\n"
+
+
+@pytest.mark.parametrize("first", ["end", "failure"])
+def test_failure_after_the_others_have_ended_is_told_once(first: str, tmp_path: Path, capfd: object) -> None:
+    Board(tmp_path).post(Post(rank=1, pid=os.getpid(), time=time.time(), done=first == "end", host=board.MACHINE))
+    failing = dog(tmp_path)
+    write_report("ValueError: the cause")
+    failing.fail(ValueError("the cause"))
+    told = "rank 0 of 2 raised ValueError: the cause; it was in training, batch 3.\n"
+    assert capfd.readouterr().err == (told if first == "end" else "")  # type: ignore[attr-defined]
+    ending = dog(tmp_path, rank=1)
+    HERE.failure = ""
+    ending.close(done=True)
+    assert capfd.readouterr().err == ("" if first == "end" else told)  # type: ignore[attr-defined]
 
 
 def test_next_rank_judges_where_the_first_to_notice_is_gone(tmp_path: Path, capfd: object) -> None:

@@ -35,11 +35,13 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     HERE.phase, HERE.batch, HERE.bounded = before
 
 
-def dog(folder: Path, *, timeout_seconds: float = 1.0, world_size: int = 2, reports: Path | None = None) -> Watchdog:
+def dog(
+    folder: Path, *, rank: int = 0, timeout_seconds: float = 1.0, world_size: int = 2, reports: Path | None = None
+) -> Watchdog:
     board = Board(folder)
     return Watchdog(
         board,
-        rank=0,
+        rank=rank,
         world_size=world_size,
         timeout_seconds=timeout_seconds,
         reports=reports or folder / "reports",

@@ -233,6 +233,8 @@ class CheckpointingStrategy(MeshStrategy):
     def _check_callbacks(self, trainer: L.Trainer) -> None:
         refuse_whole_averages(trainer)
         requeue_from_committed(trainer, storage_options=self._storage_options)
+        # Lightning does not ask where the Trainer's ckpt_path is set.
+        self._redone.last(None)
         pick_last_of_committed(trainer, storage_options=self._storage_options, note=self._redone.last)
         note_ckpt_path(trainer, partial(setattr, self, "_ckpt_path"))
         for callback in trainer.checkpoint_callbacks:
@@ -258,7 +260,7 @@ class CheckpointingStrategy(MeshStrategy):
         keep_names_apart(
             trainer.checkpoint_callbacks,
             asked_for=self._asked_for,
-            is_redone=lambda path: self._redone.holds(self.place(path).summary()),
+            is_redone=lambda path: self._redone.holds(lambda: self.place(path).summary()),
         )
         if self._windows not in trainer.callbacks:  # type: ignore[attr-defined]
             trainer.callbacks.append(self._windows)  # type: ignore[attr-defined]
@@ -315,7 +317,8 @@ class CheckpointingStrategy(MeshStrategy):
         random_state = checkpoint.pop("random_state", None)
         if not self._goes_on:
             return checkpoint
-        self._redone.resume(path, self.place(path).summary())
+        if self.is_global_zero:
+            self._redone.resume(path, lambda: self.place(path).summary())
         self._pending_random_state = random_state
         assert self.lightning_module is not None
         for callback in self.lightning_module.trainer.checkpoint_callbacks:

@@ -110,16 +110,16 @@ class Watchdog(threading.Thread):
         self.tell_of_failure()
         HERE.fail(type(error).__name__)
         self._post()
-        own = isinstance(error, Exception) and not failures.lost_connection(HERE.failure)
-        if own and self._world_size > 1:
-            # The others may have ended their runs, and watch no more.
-            self._tell_cause(self._listener.read_all())
+        if isinstance(error, Exception) and not failures.lost_connection(HERE.failure):
+            self._tell_after_an_end()
 
     def close(self, *, done: bool) -> None:
         """No more watching; tells the others how this rank's run has ended."""
         if not self._ended.is_set():
             self._ended.set()
             self._post(done=done, last=True)
+            if done:
+                self._tell_after_an_end()
             self._board.leave(self._rank)
 
     def look(self) -> None:
@@ -234,6 +234,18 @@ class Watchdog(threading.Thread):
                 return
             time.sleep(POLL_SECONDS)
 
+    def _tell_after_an_end(self) -> None:
+        """Whose run has ended watches no more.
+
+        So a failure is told by the rank that fails, if that sees such an end, and by the one that ends, if that sees
+        such a failure; each looks once it has posted its own.
+        """
+        # A post half read, a board that is gone.
+        with contextlib.suppress(OSError, ValueError):
+            posts = self._listener.read_all() if self._world_size > 1 else {}
+            if any(post.done for post in posts.values()) and failures.failed(posts, machine=MACHINE):
+                self._tell_cause(posts)
+
     def _tell_cause(self, posts: Mapping[int, Post]) -> bool:
         """Tell why the job fails, once on each machine, unless a supervisor of ours does; whether that is done."""
         if self._told or self._board.said("hang") is not None:
@@ -254,7 +266,7 @@ class Watchdog(threading.Thread):
         here = all(post.host == MACHINE for post in posts.values()) or (cause is not None and cause.machine == MACHINE)
         supervised = supervised_folder() is not None and here
         if not supervised and self._board.claim(f"told-{MACHINE}"):
-            print(text, file=sys.stderr, flush=True)
+            attempt(lambda: print(text, file=sys.stderr, flush=True), seconds=2.0)
         self._told = True
         return True
 
