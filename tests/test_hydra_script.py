@@ -16,7 +16,7 @@ from lightning_3d.checkpoint import store
 pytestmark = pytest.mark.distributed
 
 SCRIPT = """
-import json, os, sys
+import json, logging, os, sys, time
 from pathlib import Path
 import hydra, torch
 import lightning as L
@@ -40,6 +40,9 @@ class Net(L.LightningModule):
 
 @hydra.main(version_base=None, config_path=None, config_name=None)
 def main(cfg):
+    number = HydraConfig.get().job.get("num")
+    if cfg.get("wait") and number == 1:
+        time.sleep(cfg.wait)
     cfg = OmegaConf.merge({"seed": 1, "lr": 0.1, "note": "", "fails": -1}, cfg)
     L.seed_everything(cfg.seed, verbose=False)
     out = HydraConfig.get().runtime.output_dir
@@ -49,7 +52,10 @@ def main(cfg):
     )
     trainer.fit(Net(cfg), DataLoader(torch.randn(8, 4), batch_size=2))
     told = {"config": OmegaConf.to_container(cfg), "folder": os.getcwd(), "out": out}
+    if cfg.get("mistake", -1) == number:
+        {}["a metric that is not there"]
     Path(out, f"rank-{trainer.global_rank}.json").write_text(json.dumps(told))
+    logging.getLogger().info("rank %s is done", trainer.global_rank)
 
 main()
 """
@@ -93,3 +99,66 @@ def test_job_that_fails_on_one_rank_does_not_keep_the_next_one_from_its_ranks(tm
     assert done.returncode != 0 and "rank 1 of 2 raised ValueError: the cause" in done.stderr, done.stderr
     (sweep,) = (tmp_path / "multirun").glob("*/*")
     assert [len(told_by_ranks(sweep / job)) for job in ("0", "1")] == [0, 2]
+
+
+@pytest.mark.slow
+def test_next_job_may_take_its_time_after_one_that_failed(tmp_path: Path) -> None:
+    # Longer than a run has to unwind.
+    done = start(tmp_path, "-m", "+seed=1,2", "+fails=0", "+wait=14")
+    assert done.returncode != 0 and done.stderr.count("rank 1 of 2 raised ValueError: the cause") == 1, done.stderr
+    (sweep,) = (tmp_path / "multirun").glob("*/*")
+    assert [len(told_by_ranks(sweep / job)) for job in ("0", "1")] == [0, 2]
+
+
+@pytest.mark.slow
+def test_mistake_of_the_script_after_a_run_is_its_own_job_s(tmp_path: Path) -> None:
+    done = start(tmp_path, "-m", "+seed=1,2,3", "+mistake=0")
+    assert done.returncode != 0 and "a metric that is not there" in done.stderr, done.stderr
+    (sweep,) = (tmp_path / "multirun").glob("*/*")
+    assert [len(told_by_ranks(sweep / job)) for job in "012"] == [0, 2, 2]
+
+
+@pytest.mark.slow
+def test_jobs_of_one_folder_have_ranks_of_their_own(tmp_path: Path) -> None:
+    done = start(tmp_path, "-m", "+seed=1,2", "hydra.sweep.dir=all", "hydra.sweep.subdir=.", "hydra.output_subdir=null")
+    assert done.returncode == 0, done.stderr
+    assert [told["config"]["seed"] for told in told_by_ranks(tmp_path / "all")] == [2, 2]
+
+
+LOGGED = """
+hydra:
+  job_logging:
+    handlers:
+      file:
+        filename: ${hydra.runtime.output_dir}/mine.log
+"""
+
+SWEPT = """
+seed: 1
+hydra:
+  mode: MULTIRUN
+  sweeper:
+    params:
+      seed: 1,2
+"""
+
+
+@pytest.mark.slow
+def test_a_log_of_the_user_s_is_written_by_one_rank(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(LOGGED)
+    done = start(tmp_path, "-cd", ".", "-cn", "c", "hydra.run.dir=out", "hydra.job_logging.root.level=INFO")
+    assert done.returncode == 0, done.stderr
+    log = (tmp_path / "out" / "mine.log").read_text()
+    assert "rank 0 is done" in log and "rank 1" not in log
+    assert len(told_by_ranks(tmp_path / "out")) == 2
+
+
+@pytest.mark.slow
+def test_ranks_do_not_sweep_where_the_config_says_so(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(SWEPT)
+    done = start(tmp_path, "--config-dir", ".", "--config-name", "c")
+    assert done.returncode == 0, done.stderr
+    (sweep,) = (tmp_path / "multirun").glob("*/*")
+    for job, seed in (("0", 1), ("1", 2)):
+        assert [told["config"]["seed"] for told in told_by_ranks(sweep / job)] == [seed, seed]
+    assert done.stdout.count("Launching") == 1

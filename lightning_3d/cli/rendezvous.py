@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from datetime import timedelta
 from typing import Any
 
+import yaml
 from torch.distributed import TCPStore
 
 from lightning_3d.errors import LaunchError
@@ -16,7 +16,7 @@ _WAIT_SECONDS = 120
 
 def tell(message: dict[str, Any]) -> None:
     """Rank 0's part."""
-    _store().set(_key(), json.dumps(message))
+    _store().set(_key(), yaml.safe_dump(message))
 
 
 def hear() -> dict[str, Any]:
@@ -26,7 +26,8 @@ def hear() -> dict[str, Any]:
         LaunchError: rank 0 says nothing.
     """
     try:
-        return json.loads(_store().get(_key()))
+        # JSON would make texts of keys that are numbers.
+        return yaml.safe_load(_store().get(_key()))
     except Exception as error:
         raise LaunchError(f"rank 0 told nothing within {_WAIT_SECONDS} s; see its output for the reason.") from error
 

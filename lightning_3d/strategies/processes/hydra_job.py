@@ -7,25 +7,39 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 # Options of hydra.main whose value is the next argument, and those that other ranks do without.
-_WITH_VALUE = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--package", "-p")
+_WITH_VALUE = (
+    "--config-path",
+    "-cp",
+    "--config-name",
+    "-cn",
+    "--config-dir",
+    "-cd",
+    "--package",
+    "-p",
+    "--experimental-rerun",
+)
 _SWEEPING = ("--multirun", "-m")
 # Settings of Hydra that are of the sweep, or set below.
 _LEFT_OUT = (
     "hydra.mode", "hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir", "hydra.job.num",
-    "hydra.job.id", "hydra/job_logging", "hydra/sweeper", "hydra.sweeper", "hydra/launcher", "hydra.launcher",
+    "hydra.job.id", "hydra/sweeper", "hydra.sweeper", "hydra/launcher", "hydra.launcher",
 )  # fmt: skip
 
 
 def current() -> Any | None:
     """Hydra's own config of the job that runs; None where there is none."""
     module = sys.modules.get("hydra.core.hydra_config")
-    return module.HydraConfig.get() if module is not None and module.HydraConfig.initialized() else None
+    if module is None or not module.HydraConfig.initialized():
+        return None
+    found = module.HydraConfig.get()
+    # A script may have set one itself, for its resolvers.
+    return None if found.runtime.get("output_dir") is None else found
 
 
-def output_folder() -> str | None:
-    """By which jobs of a sweep are known."""
+def identity() -> tuple[str, int | None] | None:
+    """By which jobs of a sweep are known: the folder, which they may share, and the number."""
     job = current()
-    return None if job is None else str(job.runtime.output_dir)
+    return None if job is None else (str(job.runtime.output_dir), job.job.get("num"))
 
 
 def working_folder() -> str | None:
@@ -52,7 +66,9 @@ def arguments(argv: Sequence[str]) -> list[str]:
     kept = [override for override in job.overrides.hydra if not _key(override).startswith(_LEFT_OUT)]
     pinned = [f"{key}={_quoted(value)}" for key, value in settings.items()]
     return [
-        *_options(argv), *job.overrides.task, *kept, *pinned, "hydra.output_subdir=null", "hydra/job_logging=stdout",
+        *_options(argv), *job.overrides.task, *kept, *pinned, "hydra.mode=RUN", "hydra.output_subdir=null",
+        # Else each would write into the one log, or, without its handler, not know what its settings are for.
+        "hydra.job_logging.root=null",
     ]  # fmt: skip
 
 

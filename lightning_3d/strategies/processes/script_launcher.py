@@ -63,6 +63,8 @@ class ScriptLauncher(_Launcher):
     _stopped_by: list[int] = []
     # The first, before its peers are ended and fail in their turn.
     _failure: Failure | None = None
+    # The first of a job of a sweep that is over, told already.
+    _former_failure: Failure | None = None
 
     def __init__(self, cluster_environment: Any, num_processes: int, num_nodes: int = 1) -> None:
         super().__init__()
@@ -73,7 +75,8 @@ class ScriptLauncher(_Launcher):
         self.failed = False
         self.on_failure: Callable[[BaseException], Any] = lambda error: None
         self.on_success: Callable[[], Any] = lambda: None
-        if ScriptLauncher._started is not None and ScriptLauncher._started.job != hydra_job.output_folder():
+        former, job = ScriptLauncher._started, hydra_job.identity()
+        if former is not None and None not in (former.job, job) and former.job != job:
             ScriptLauncher._end_job()
         started = os.environ.get("LOCAL_WORLD_SIZE") if supervise.REPORT_VARIABLE in os.environ else None
         if started is not None and int(started) != num_processes:
@@ -167,9 +170,9 @@ class ScriptLauncher(_Launcher):
         if not threads_were_set and "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(int(variables[0]["OMP_NUM_THREADS"]))
         ranks = supervise.Ranks([None, *ScriptLauncher._children], report_paths=reports, first_rank=first_rank)
-        started = _Started(
-            ranks, world_size, guardian, hydra_job.output_folder(), {name: before.get(name) for name in variables[0]}
-        )
+        own = variables[0]
+        restored = {name: (value, before.get(name)) for name, value in own.items()}
+        started = _Started(ranks, world_size, guardian, hydra_job.identity(), restored)
         ScriptLauncher._started = started
         watch = threading.Thread(target=_watch_children, args=(started,), daemon=True)
         watch.start()
@@ -178,26 +181,23 @@ class ScriptLauncher(_Launcher):
 
     @classmethod
     def _end_job(cls) -> None:
-        """The next job of a sweep begins, with ranks of its own; those of the last one come to their end.
-
-        Raises:
-            LaunchError: one of them failed there.
-        """
-        started, failed = cls._started, cls._failed
+        """The next job of a sweep begins, with ranks of its own; those of the last one come to their end."""
+        started = cls._started
         assert started is not None
         failure = _end_ranks(started)
         started.guardian.dismiss()
         if dist.is_initialized():
             dist.destroy_process_group()
-        for name, value in started.before.items():
-            os.environ.pop(name, None)
-            os.environ.update({} if value is None else {name: value})
+        for name, (own, value) in started.restored.items():
+            # Unless the next job has set it meanwhile.
+            if os.environ.get(name) == own:
+                del os.environ[name]
+                os.environ.update({} if value is None else {name: value})
         cls._children, cls._stopped_by, cls._started, cls._failure = [], [], None, None
         cls._failed, cls.runs = False, 0
-        if failure is not None and not failed:
-            raise LaunchError(failure.sentence(started.world_size))
         if failure is not None:
-            # The sweep goes on, as Hydra has it.
+            # The sweep goes on, as Hydra has it; its exit code tells.
+            cls._former_failure = cls._former_failure or failure
             tell(failure, world_size=started.world_size, log=None)
 
 
@@ -207,14 +207,14 @@ class _Started:
 
     Args:
         job: of Hydra, whose other jobs they take no part in.
-        before: what the variables of a rank were.
+        restored: the variables of rank 0: what they are and what they were.
     """
 
     ranks: supervise.Ranks
     world_size: int
     guardian: Guardian
-    job: str | None
-    before: dict[str, str | None]
+    job: tuple[str, int | None] | None
+    restored: dict[str, tuple[str, str | None]]
     done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -268,6 +268,9 @@ def _watch_children(started: _Started) -> None:
         ScriptLauncher._failure = None if _interrupted() else failure
         supervise.end(ScriptLauncher._children, grace_seconds=supervise.FAILURE_GRACE_SECONDS)
         if not done.wait(UNWIND_SECONDS):
+            if started.job is not None and hydra_job.identity() != started.job:
+                # Hydra has ended the job, and may be in the next one.
+                return
             own = failure.traceback if failure.rank == ranks.first_rank else ""
             _exit(failure, world_size=started.world_size, before=own)
         return
@@ -304,6 +307,9 @@ def _end_script() -> None:
             # Told last, after this rank's own complaint about it; and an error even where the script has caught that.
             _exit(failure, world_size=started.world_size)
         ScriptLauncher.dismiss_guardian()
+        if ScriptLauncher._former_failure is not None:
+            flush()
+            os._exit(ScriptLauncher._former_failure.exit_code)
     except KeyboardInterrupt:
         # Nobody waits for them any longer.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
