@@ -94,6 +94,7 @@ def test_ranks_of_a_single_job_have_its_folder_which_is_named_by_the_time(tmp_pa
     assert first == second and first["config"]["lr"] == 0.5 and first["folder"] == str(tmp_path)
 
 
+@pytest.mark.slow
 def test_job_that_fails_on_one_rank_does_not_keep_the_next_one_from_its_ranks(tmp_path: Path) -> None:
     done = start(tmp_path, "-m", "+seed=1,2", "+fails=0")
     assert done.returncode != 0 and "rank 1 of 2 raised ValueError: the cause" in done.stderr, done.stderr
