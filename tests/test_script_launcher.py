@@ -1,5 +1,6 @@
 """A script that starts its own ranks ends with one cause, and leaves nothing running."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -148,3 +149,20 @@ def test_program_without_a_script_is_refused_before_any_process_starts(how):
     done = subprocess.run(command, input=code, capture_output=True, text=True, timeout=180)
     assert done.returncode == 1
     assert "no script that further processes could run" in done.stderr and "devices=1" in done.stderr
+
+
+@pytest.mark.parametrize(("error", "told"), [("gloo/transport/tcp: closed by peer", True), ("the cause", False)])
+def test_killed_rank_0_is_told_also_where_others_have_failed_of_it_by_then(
+    error: str, told: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "rank-1.error").write_text(json.dumps({"error": f"RuntimeError: {error}", "traceback": ""}))
+    program = (
+        "import os, pathlib, sys\n"
+        "from lightning_3d.strategies.processes.guardian import Guardian\n"
+        "Guardian([], folder=pathlib.Path(sys.argv[1]), rank=0, world_size=2)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, timeout=60)
+    assert ("rank 0 of 2 was killed" in done.stderr) == told

@@ -9,7 +9,7 @@ from lightning_3d.strategies.processes.board import Post, on_host, runs
 from lightning_3d.strategies.processes.hang_report import silent
 
 # Words of Gloo, c10d and NCCL for a peer that is gone, or whose connection is.
-_LOST = (
+LOST = (
     "gloo/transport",
     "DistNetworkError",
     "DistStoreError",
@@ -38,7 +38,7 @@ def lost_connection(failure: str) -> bool:
     >>> lost_connection("RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:7378.")
     True
     """
-    return any(word in failure for word in _LOST)
+    return any(word in failure for word in LOST)
 
 
 def failed(posts: Mapping[int, Post], *, machine: str) -> list[Post]:

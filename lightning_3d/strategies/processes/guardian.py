@@ -39,8 +39,11 @@ class Guardian:
     """
 
     def __init__(self, children: Sequence[int], *, folder: Path, rank: int, world_size: int) -> None:
+        # Not where this file is run by itself.
+        from lightning_3d.strategies.processes.failures import LOST
+
         reading, self._pipe = os.pipe()
-        arguments = [str(reading), str(folder), str(rank), str(world_size), *map(str, children)]
+        arguments = [json.dumps(LOST), str(reading), str(folder), str(rank), str(world_size), *map(str, children)]
         subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, *arguments],
             pass_fds=[reading],
@@ -58,8 +61,14 @@ class Guardian:
             os.close(self._pipe)
 
 
-def watch(pipe: int, folder: Path, rank: int, world_size: int, children: Sequence[int]) -> None:
-    """Wait for the end of the parent, which holds the other end of `pipe`; so may forks of it, a loader's workers."""
+def watch(
+    pipe: int, folder: Path, rank: int, world_size: int, children: Sequence[int], *, effects: Sequence[str] = ()
+) -> None:
+    """Wait for the end of the parent, which holds the other end of `pipe`; so may forks of it, a loader's workers.
+
+    Args:
+        effects: words of errors by which other ranks tell that they have lost this one.
+    """
     parent = os.getppid()
     decided_at: float | None = None
     while os.getppid() == parent:
@@ -75,7 +84,8 @@ def watch(pipe: int, folder: Path, rank: int, world_size: int, children: Sequenc
                 return
             break
     posts = sorted(folder.glob(f"run-*/rank-{rank}.where"))
-    known = any(folder.glob("rank-*.error")) or any(folder.glob("run-*/verdict"))
+    causes = [path for path in folder.glob("rank-*.error") if not any(word in path.read_text() for word in effects)]
+    known = bool(causes) or any(folder.glob("run-*/verdict"))
     last = json.loads(posts[-1].read_text()) if posts else {}
     if not known:
         # As the supervisors say it, of which this file may import nothing.
@@ -111,8 +121,9 @@ def remove(folder: Path, children: Sequence[int]) -> None:
 
 
 if __name__ == "__main__":
-    numbers = [int(number) for number in sys.argv[3:]]
+    words, place = json.loads(sys.argv[1]), Path(sys.argv[3])
+    numbers = [int(number) for number in sys.argv[4:]]
     try:
-        watch(int(sys.argv[1]), Path(sys.argv[2]), numbers[0], numbers[1], numbers[2:])
+        watch(int(sys.argv[2]), place, numbers[0], numbers[1], numbers[2:], effects=words)
     finally:
-        remove(Path(sys.argv[2]), numbers[2:])
+        remove(place, numbers[2:])
