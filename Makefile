@@ -52,7 +52,8 @@ soak-checkpoints: $(VENV)/.installed
 test-faults: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -n $(TEST_JOBS) $(foreach f,faults torchrun hangs stopping endings machines stragglers launch script_launcher,tests/test_$(f).py)
 
-# All of the 520 invalid and 200 valid configurations, every bad value of every setting; sweeps; W&B on eight ranks; scripts.
+# All of the 520 invalid and 200 valid configurations, every bad value of every setting; sweeps;
+# W&B on eight ranks; scripts of hydra.main.
 test-cli: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -n $(TEST_JOBS) -m slow tests/test_invalid_configs.py tests/test_hydra_script.py \
 	  $(wildcard tests/test_cli_*.py)

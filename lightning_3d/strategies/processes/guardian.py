@@ -84,7 +84,8 @@ def watch(
                 return
             break
     posts = sorted(folder.glob(f"run-*/rank-{rank}.where"))
-    causes = [path for path in folder.glob("rank-*.error") if not any(word in path.read_text() for word in effects)]
+    errors = [json.loads(path.read_text())["error"] for path in folder.glob("rank-*.error")]
+    causes = [error for error in errors if not any(word in error for word in effects)]
     known = bool(causes) or any(folder.glob("run-*/verdict"))
     last = json.loads(posts[-1].read_text()) if posts else {}
     if not known:
