@@ -11,8 +11,8 @@ class Redone:
     """Which checkpoints the run that goes on has saved before, in the steps that it does again; of rank 0.
 
     A kill between the save of a best checkpoint and that of the last one leaves them. Their names are not taken: else,
-    with each kill, one more would stay beside those that a ModelCheckpoint is to keep. What other runs have saved is not
-    touched, nor is anything where `ckpt_path` names a checkpoint, from which a user may branch off.
+    with each kill, one more would stay beside those that a ModelCheckpoint is to keep. What other runs have saved is
+    not touched, nor is anything where `ckpt_path` names a checkpoint, from which a user may branch off.
     """
 
     def __init__(self) -> None:
